@@ -1,0 +1,1 @@
+"""Streaming PPO with a separate critic for language models, as a PyTorch Lightning plugin."""

@@ -1,0 +1,1 @@
+"""Callbacks that are in charge of the phases of a PPO step."""

@@ -1,0 +1,1 @@
+"""Policy and critic: log-probs, values, micro-batches."""

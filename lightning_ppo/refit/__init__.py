@@ -1,0 +1,1 @@
+"""How policy weights reach the engines."""

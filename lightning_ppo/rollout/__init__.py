@@ -1,0 +1,1 @@
+"""From prompts to chunks: rewards, engines, collector, replay, samplers, data module."""

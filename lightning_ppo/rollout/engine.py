@@ -1,0 +1,101 @@
+"""What a generation engine is: token ids in; token ids, log-probs, finish reason and versions out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_ppo.batch import FinishReason
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is sampled."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy: the most likely token, with the log-prob it has at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 switches the filter off."""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to be sampled."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    """The only source of randomness of this response; 0 <= seed < 2**63."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled response."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """The stop token is included."""
+    logprobs: tuple[float, ...]
+    """float32 values: log-prob of each token under the (tempered, filtered, renormalised) distribution it came from."""
+    finish_reason: FinishReason
+    policy_versions: tuple[int, ...]
+    """Policy version each token was sampled with."""
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What an engine must know about the policy before the first weights arrive."""
+
+    config_json: str
+    """The Hugging Face config of the policy, as JSON (`config.to_json_string(use_diff=False)`)."""
+    max_context_tokens: int
+    """Longest prompt plus response that will be asked for."""
+
+
+class Engine(Protocol):
+    """A generation engine. `generate` runs in the collector's event loop; everything else is called by the trainer."""
+
+    def start(self, spec: PolicySpec) -> None:
+        """Start the engine and block until it can take weights.
+
+        Raises:
+            EngineError: it did not come up within its deadline.
+        """
+        ...
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Sample one response. Cancelling the awaiting task aborts the request.
+
+        Raises:
+            EngineDiedError: the engine is gone.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Make the engine serve these weights as `version`; blocks until it does. Requests in flight continue.
+
+        Args:
+            weights: Hugging Face parameter names and tensors; empty to announce a new version of unchanged weights.
+            version: The policy version they are.
+
+        Raises:
+            EngineError: the engine did not confirm within its deadline.
+        """
+        ...
+
+    def check_health(self) -> None:
+        """Return if the engine is alive.
+
+        Raises:
+            EngineDiedError: it is not; the message ends with the last lines of its log.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stop the engine; safe to call twice and after a failure."""
+        ...

@@ -1,0 +1,1 @@
+"""The built-in engine, in a process of its own."""

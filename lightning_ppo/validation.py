@@ -1,0 +1,38 @@
+"""Checks that settings share. Every message has one form: `<field>=<value> <why it is wrong>; <what to set instead>`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_ppo.errors import ConfigError
+
+
+def reject(field: str, value: object, why: str, instead: str) -> ConfigError:
+    """Build the one-line error every bad setting gets."""
+    return ConfigError(f"{field}={value} {why}; {instead}")
+
+
+def require(ok: bool, field: str, value: object, why: str, instead: str) -> None:
+    """Raise `ConfigError` unless `ok`."""
+    if not ok:
+        raise reject(field, value, why, instead)
+
+
+def check_choice(field: str, value: object, allowed: Sequence[str]) -> None:
+    """Raise `ConfigError` unless `value` is one of `allowed`."""
+    require(value in allowed, field, value, "is unknown", f"choose one of {', '.join(allowed)}")
+
+
+def check_number(field: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise `ConfigError` unless `value` is a finite number in [low, high], or in (low, high] with `open_low`."""
+    inside = isinstance(value, (int, float)) and math.isfinite(value) and low <= value <= high
+    if open_low:
+        inside = inside and value > low
+    bounds = f"{'>' if open_low else '>='} {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
+    require(inside, field, value, "is out of range", f"set a finite number {bounds}")
+
+
+def check_count(field: str, value: Any, low: int = 1) -> None:
+    """Raise `ConfigError` unless `value` is a whole number of at least `low`."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    require(ok, field, value, "is not a valid count", f"set a whole number >= {low}")
