@@ -1,1 +1,58 @@
-"""Streaming PPO with a separate critic for language models, as a PyTorch Lightning plugin."""
+"""Streaming PPO with a separate critic for language models, as a PyTorch Lightning plugin.
+
+Names are imported on first use: the generation process needs parts of this package, but not Lightning.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_ppo.callbacks import CheckpointExclusion, CriticEpochs, CriticWarmup, WeightRefit
+    from lightning_ppo.config import PPOConfig
+    from lightning_ppo.hooks import PPOCallback
+    from lightning_ppo.module import PPOModule
+    from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
+    from lightning_ppo.rollout.datamodule import RolloutDataModule
+    from lightning_ppo.strategy import StreamingPPOStrategy
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointExclusion": "lightning_ppo.callbacks",
+    "CriticEpochs": "lightning_ppo.callbacks",
+    "CriticWarmup": "lightning_ppo.callbacks",
+    "LocalEngineConfig": "lightning_ppo.rollout.config",
+    "PPOCallback": "lightning_ppo.hooks",
+    "PPOConfig": "lightning_ppo.config",
+    "PPOModule": "lightning_ppo.module",
+    "RolloutConfig": "lightning_ppo.rollout.config",
+    "RolloutDataModule": "lightning_ppo.rollout.datamodule",
+    "StreamingPPOStrategy": "lightning_ppo.strategy",
+    "WeightRefit": "lightning_ppo.callbacks",
+}
+
+__all__ = [
+    "CheckpointExclusion",
+    "CriticEpochs",
+    "CriticWarmup",
+    "LocalEngineConfig",
+    "PPOCallback",
+    "PPOConfig",
+    "PPOModule",
+    "RolloutConfig",
+    "RolloutDataModule",
+    "StreamingPPOStrategy",
+    "WeightRefit",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names, imported yet or not."""
+    return sorted([*__all__, "__version__"])

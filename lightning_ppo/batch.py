@@ -1,4 +1,4 @@
-"""What flows from the rollouts to the losses. Everything is frozen; tensors live on the CPU until a micro-batch is built.
+"""What flows from the rollouts to the losses. All frozen; tensors live on the CPU until a micro-batch is built.
 
 Shapes: `L` prompt tokens of one row, `T` response tokens of one row (a ragged `[T]` per row; nothing of a whole step is
 ever padded into one tensor).
@@ -40,7 +40,7 @@ class Trajectory:
     response_mask: Tensor
     """`[T]` bool, True where the policy generated the token (False: text an environment inserted)."""
     rollout_logprobs: Tensor
-    """`[T]` float32, log-prob of each sampled token under the distribution it was sampled from; 0 where not generated."""
+    """`[T]` float32, log-prob of each token under the distribution it was sampled from; 0 where not generated."""
     policy_versions: Tensor
     """`[T]` int64, the policy version each token was sampled with."""
     reward: float

@@ -1,4 +1,4 @@
-"""Checks that settings share. Every message has one form: `<field>=<value> <why it is wrong>; <what to set instead>`."""
+"""Checks that settings share. Every message reads `<field>=<value> <why it is wrong>; <what to set instead>`."""
 
 import math
 from collections.abc import Sequence

@@ -1,0 +1,27 @@
+"""CheckpointExclusion: what happens to a checkpoint that somebody asks for in the middle of a PPO step."""
+
+from typing import Literal
+
+import lightning as L
+from typing_extensions import override
+
+from lightning_ppo.hooks import PPOCallback
+from lightning_ppo.strategy import StreamingPPOStrategy
+from lightning_ppo.validation import check_choice
+
+
+class CheckpointExclusion(PPOCallback):
+    """Keeps checkpoints out of the window from a step's first chunk until its counters have moved.
+
+    Args:
+        mode: `defer` writes the checkpoint at the end of the step under the name asked for; `error` raises.
+    """
+
+    def __init__(self, mode: Literal["defer", "error"] = "defer") -> None:
+        check_choice("mode", mode, ("defer", "error"))
+        self.mode = mode
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, StreamingPPOStrategy):
+            trainer.strategy.on_busy_checkpoint = self.mode

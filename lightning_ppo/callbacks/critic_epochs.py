@@ -1,0 +1,78 @@
+"""CriticEpochs: how the critic is trained once the policy's step is closed."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import lightning as L
+import torch
+
+from lightning_ppo.batch import StepBatch, TrainRow
+from lightning_ppo.hooks import CriticEpochEnd, PPOCallback, call_hooks
+from lightning_ppo.updates.critic_update import CriticStats
+
+if TYPE_CHECKING:
+    from lightning_ppo.module import PPOModule
+
+
+class CriticEpochs(PPOCallback):
+    """Trains the critic on the assembled step with frozen returns and old values.
+
+    `critic_ppo_epochs` passes; each is one optimizer step over all rows, or `critic_minibatches` shuffled ones.
+    Replace `train` to train it in another way.
+    """
+
+    def train(
+        self, trainer: L.Trainer, pl_module: "PPOModule", batch: StepBatch
+    ) -> tuple[tuple[CriticStats, ...], ...]:
+        """Train the critic, which is resident. Called on every rank, after the policy's update and the refit.
+
+        Args:
+            trainer: The trainer.
+            pl_module: Its `critic_update` has begin, train_chunk, finish and abort.
+            batch: This rank's rows of the step.
+
+        Returns:
+            One tuple of stats per epoch, one entry per optimizer step; empty when the critic was not trained.
+        """
+        epochs: list[tuple[CriticStats, ...]] = []
+        update = pl_module.critic_update
+        for epoch in range(pl_module.ppo.critic_ppo_epochs):
+            stats: list[CriticStats] = []
+            for rows in self.minibatches(pl_module, batch, epoch):
+                update.begin()
+                update.train_chunk(rows, f"critic epoch {epoch} of PPO step {batch.ppo_step}")
+                stats.append(update.finish())
+            epochs.append(tuple(stats))
+            call_hooks(trainer, CriticEpochEnd(epoch, epochs[-1]))
+        return tuple(epochs)
+
+    def minibatches(self, pl_module: "PPOModule", batch: StepBatch, epoch: int) -> Iterator[Sequence[TrainRow]]:
+        """Yield this rank's rows of each optimizer step; the same number on every rank.
+
+        Args:
+            pl_module: Tells `critic_minibatches` and the seed.
+            batch: The step.
+            epoch: The pass; the shuffle depends on (seed, PPO step, epoch) only.
+        """
+        parts = pl_module.ppo.critic_minibatches
+        yield from shuffled_minibatches(batch.rows, parts, (pl_module.seed, batch.ppo_step, epoch))
+
+
+def shuffled_minibatches(
+    rows: Sequence[TrainRow], parts: int, seed: tuple[int, int, int]
+) -> Iterator[Sequence[TrainRow]]:
+    """Deal shuffled rows into `parts` minibatches whose sizes differ by at most one; unshuffled for one part.
+
+    Args:
+        rows: All rows.
+        parts: Minibatches.
+        seed: Run seed, PPO step and epoch.
+    """
+    if parts == 1:
+        yield rows
+        return
+    run, step, epoch = seed
+    generator = torch.Generator().manual_seed((run * 1_000_003 + step) * 1_000_003 + epoch)
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    for part in range(parts):
+        yield [rows[i] for i in order[part::parts]]

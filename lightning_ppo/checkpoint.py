@@ -1,0 +1,51 @@
+"""What a checkpoint says beyond Lightning's own parts: always a PPO step boundary, never something in between."""
+
+from typing import Any
+
+from torch import Tensor
+
+from lightning_ppo.errors import CheckpointError
+
+KEY = "lightning_ppo"
+"""Our entry in a checkpoint."""
+
+
+def at_boundary(fit_loop: dict[str, Any], steps: int) -> None:
+    """Rewrite the saved loop state as if it had been saved in `on_train_epoch_end` of the last completed step.
+
+    Lightning derives from these counters where to resume. They differ with the hook a save comes from, and assume that
+    the number of batches per epoch is known; a save in the last batch of an epoch of unknown length would resume inside
+    that epoch.
+
+    Args:
+        fit_loop: `checkpoint["loops"]["fit_loop"]`; changed in place.
+        steps: Completed PPO steps, at least 1.
+    """
+    for scope in ("total", "current"):
+        fit_loop["epoch_progress"][scope].update(ready=steps, started=steps, processed=steps, completed=steps - 1)
+    batches = fit_loop["epoch_loop.batch_progress"]
+    batches["current"].update(dict.fromkeys(batches["current"], batches["current"]["ready"]))
+    batches["total"].update(dict.fromkeys(batches["total"], batches["total"]["ready"]))
+    batches["is_last_batch"] = True
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+
+
+def check_fits_together(state_dict: dict[str, Tensor], global_step: int) -> None:
+    """Refuse a policy and a critic of different PPO steps.
+
+    Args:
+        state_dict: The module's state in the checkpoint.
+        global_step: The checkpoint's own count of PPO steps.
+
+    Raises:
+        CheckpointError: the counts differ, or one is missing.
+    """
+    steps: dict[str, int | None] = {"checkpoint": global_step}
+    for name in ("policy", "critic"):
+        value = state_dict.get(f"{name}.completed_steps")
+        steps[name] = None if value is None else int(value)
+    if len(set(steps.values())) > 1:
+        found = ", ".join(f"{name} {step}" for name, step in steps.items())
+        raise CheckpointError(
+            f"ckpt_path holds parts of different PPO steps ({found}); resume from an intact checkpoint"
+        )

@@ -1,0 +1,139 @@
+"""Checks across the trainer, the module and the data module, made before any process starts."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+
+from lightning_ppo.config import PPOConfig
+from lightning_ppo.errors import ConfigError
+from lightning_ppo.hooks import check_hook_names
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.datamodule import RolloutDataModule
+from lightning_ppo.rollout.tail import check_alignment
+from lightning_ppo.strategy import MAX_CHUNKS, StreamingPPOStrategy
+from lightning_ppo.validation import reject
+
+if TYPE_CHECKING:
+    from lightning_ppo.module import PPOModule
+
+PRECISIONS = ("32-true", "bf16-mixed")
+
+
+def check_run(trainer: L.Trainer, module: "PPOModule") -> None:
+    """Check that trainer, module and data module fit together.
+
+    Raises:
+        ConfigError: they do not; one line says what to set instead.
+    """
+    if not isinstance(trainer.strategy, StreamingPPOStrategy):
+        name = type(trainer.strategy).__name__
+        raise reject("strategy", name, "cannot run PPO steps", "set strategy=StreamingPPOStrategy()")
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(datamodule, RolloutDataModule):
+        raise reject("datamodule", type(datamodule).__name__, "delivers no rollouts", "pass a RolloutDataModule to fit")
+    _check_trainer(trainer)
+    callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    check_hook_names(callbacks)
+    check_algorithm(module.ppo, datamodule.rollout)
+    ranks = trainer.world_size
+    check_alignment(datamodule.rollout.num_prompts_per_step, datamodule.alignment(ranks))
+    _check_minibatches(module.ppo, datamodule.rollout, ranks)
+
+
+def _check_trainer(trainer: L.Trainer) -> None:
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        raise reject("trainer.fast_dev_run", "True", "would cut a PPO step short", "set max_epochs=1 instead")
+    if trainer.max_steps != -1:
+        raise reject("trainer.max_steps", trainer.max_steps, "is not supported", "limit PPO steps with max_epochs")
+    if trainer.accumulate_grad_batches != 1:
+        raise reject(
+            "trainer.accumulate_grad_batches",
+            trainer.accumulate_grad_batches,
+            "is not supported: a PPO step accumulates all of its chunks",
+            "leave it at 1 and set num_prompts_per_step",
+        )
+    if trainer.gradient_clip_val is not None:
+        raise reject(
+            "trainer.gradient_clip_val",
+            trainer.gradient_clip_val,
+            "is not supported: each model has its own",
+            "set ppo.max_grad_norm and ppo.max_critic_grad_norm",
+        )
+    precision = trainer.precision
+    if precision not in PRECISIONS:
+        why = "changes its loss scale between chunks" if "16-mixed" in precision else "is not supported"
+        if precision == "bf16-true":
+            why = "rounds small updates away"
+        raise reject("trainer.precision", precision, why, f"set one of {', '.join(PRECISIONS)}")
+    for name, neutral in (("limit_train_batches", (1.0, MAX_CHUNKS)), ("overfit_batches", (0.0,))):
+        value = getattr(trainer, name)
+        if value not in neutral:
+            raise reject(f"trainer.{name}", value, "would cut a PPO step short", "leave it and set max_epochs")
+    interval = trainer.val_check_interval
+    if interval != 1.0:
+        raise reject(
+            "trainer.val_check_interval", interval, "counts chunks, not PPO steps", "set check_val_every_n_epoch"
+        )
+    if trainer.check_val_every_n_epoch is None:
+        raise reject(
+            "trainer.check_val_every_n_epoch", None, "counts chunks, not PPO steps", "set a number of PPO steps"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        raise reject("trainer.reload_dataloaders_every_n_epochs", "...", "would drop rollouts", "leave it at 0")
+    if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise reject(
+            "trainer.callbacks",
+            "OnExceptionCheckpoint",
+            "would save in the middle of a PPO step and resume from there",
+            "use ModelCheckpoint(every_n_train_steps=1)",
+        )
+
+
+def check_algorithm(ppo: PPOConfig, rollout: RolloutConfig) -> None:
+    """Check that losses and rollouts fit together.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    streaming = rollout.is_streaming
+    full_batch = f"set min_groups_for_streaming_train={rollout.num_prompts_per_step} for full-batch mode"
+    for name in ("ppo_epochs", "policy_minibatches"):
+        value = getattr(ppo, name)
+        if streaming and value > 1:
+            raise reject(name, value, "needs the whole step at once, but this run streams", full_batch)
+    if rollout.can_be_off_policy and ppo.importance_correction == "none" and ppo.old_logprobs == "recompute":
+        field, value = ("sampler", rollout.sampler)
+        if rollout.max_lookahead_versions > 0:
+            field, value = ("max_lookahead_versions", str(rollout.max_lookahead_versions))
+        raise reject(
+            field, value, "trains on responses of older policies", "set importance_correction=token or truncated"
+        )
+    if streaming and not ppo.ratio_is_one and ppo.normalize_advantages in ("running", "batch"):
+        raise reject(
+            "normalize_advantages",
+            ppo.normalize_advantages,
+            f"needs ratios of 1 in a streamed step, but old_logprobs={ppo.old_logprobs}",
+            f"set normalize_advantages=chunk or off, or {full_batch}",
+        )
+
+
+def _check_minibatches(ppo: PPOConfig, rollout: RolloutConfig, ranks: int) -> None:
+    rows = rollout.num_prompts_per_step * rollout.num_generations_per_prompt // ranks
+    for name in ("policy_minibatches", "critic_minibatches"):
+        if getattr(ppo, name) > rows:
+            raise reject(name, getattr(ppo, name), f"is more than the {rows} rows per rank", f"set at most {rows}")
+
+
+def check_context(max_positions: int | None, rollout: RolloutConfig) -> None:
+    """Check that a prompt of at least one token fits beside the longest response.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if max_positions is not None and rollout.max_response_tokens >= max_positions:
+        raise ConfigError(
+            f"max_response_tokens={rollout.max_response_tokens} leaves no room for a prompt in the policy's context of "
+            f"{max_positions} tokens; set less than {max_positions}"
+        )

@@ -1,0 +1,84 @@
+"""Models and tokenizers from Hugging Face folders, with one-line errors."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lightning_ppo.validation import reject
+
+
+def load_tokenizer(folder: str, field: str = "policy") -> PreTrainedTokenizerBase:
+    """Load a tokenizer.
+
+    Args:
+        folder: A Hugging Face folder.
+        field: Name of the setting, for the error.
+
+    Raises:
+        ConfigError: the folder is missing or has no tokenizer.
+    """
+    _check_folder(folder, field)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise reject(field, folder, f"has no usable tokenizer ({_line(error)})", "save one there") from error
+
+
+def load_policy(folder: str, dtype: torch.dtype = torch.float32, field: str = "policy") -> PreTrainedModel:
+    """Load a causal language model.
+
+    Raises:
+        ConfigError: the folder is missing, or holds no causal language model.
+    """
+    _check_folder(folder, field)
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise reject(field, folder, f"is no causal LM ({_line(error)})", "give a Hugging Face folder") from error
+
+
+def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "critic") -> PreTrainedModel:
+    """Load a backbone with a value head; a head that the folder does not have starts at zero.
+
+    Raises:
+        ConfigError: the folder is missing, its architecture has no token classification model, or weights other than
+            the head's are missing.
+    """
+    _check_folder(folder, field)
+    try:
+        model, info = AutoModelForTokenClassification.from_pretrained(
+            folder, num_labels=1, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise reject(field, folder, f"cannot carry a value head ({_line(error)})", "give another critic") from error
+    missing = set(info["missing_keys"])
+    heads = {
+        f"{name}.{part}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == 1
+        for part in ("weight", "bias")
+    }
+    if missing - heads:
+        raise reject(field, folder, f"lacks {sorted(missing - heads)[0]}", "give a complete Hugging Face folder")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in missing:
+                parameter.zero_()
+    return model
+
+
+def _check_folder(folder: str, field: str) -> None:
+    if not (Path(folder) / "config.json").is_file():
+        raise reject(field, folder, "is not a Hugging Face folder (no config.json)", "give the path of one")
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__

@@ -1,0 +1,96 @@
+"""Rows of different lengths become right-padded micro-batches, sorted by length under a token budget.
+
+Right padding under a causal model needs no attention mask: no real token ever attends to a pad token.
+
+Shapes: `b` rows, `S` longest prompt plus response, `T` longest response.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_ppo.batch import Trajectory
+
+PAD_ID = 0
+"""What fills the padding; any id of the vocabulary does, since nothing attends to it and nothing reads its output."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a chunk, padded together, on the device of the model."""
+
+    indices: tuple[int, ...]
+    """Which rows these are, as positions in the sequence the micro-batches were made from."""
+    input_ids: Tensor
+    """`[b, S]` int64."""
+    response_ids: Tensor
+    """`[b, T]` int64; `PAD_ID` after the response."""
+    state_index: Tensor
+    """`[b, T]` int64: position in `S` of the state before each response token, whose output predicts that token."""
+    final_index: Tensor
+    """`[b]` int64: position in `S` of the last token, whose output is about the state after the response."""
+    mask: Tensor
+    """`[b, T]` bool: generated tokens."""
+
+
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Partition rows into micro-batches of similar length.
+
+    Args:
+        lengths: Tokens per row.
+        max_tokens: Most padded tokens (rows times longest row) per micro-batch; a longer row stands alone.
+
+    Returns:
+        Row indices, shortest rows first; a pure function of the arguments.
+    """
+    plan: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
+        if plan and (len(plan[-1]) + 1) * lengths[index] <= max_tokens:
+            plan[-1].append(index)
+        else:
+            plan.append([index])
+    return plan
+
+
+def collate(rows: Sequence[Trajectory], indices: Sequence[int], device: torch.device) -> MicroBatch:
+    """Pad the chosen rows together.
+
+    Args:
+        rows: All rows.
+        indices: Which of them to take.
+        device: Where the model is.
+    """
+    chosen = [rows[i] for i in indices]
+    prompt_lengths = torch.tensor([len(row.prompt_ids) for row in chosen])
+    response_lengths = torch.tensor([len(row.response_ids) for row in chosen])
+    width = int((prompt_lengths + response_lengths).max())
+    response_width = int(response_lengths.max())
+    input_ids = torch.full((len(chosen), width), PAD_ID, dtype=torch.long)
+    response_ids = torch.full((len(chosen), response_width), PAD_ID, dtype=torch.long)
+    mask = torch.zeros(len(chosen), response_width, dtype=torch.bool)
+    for i, row in enumerate(chosen):
+        prompt, response = len(row.prompt_ids), len(row.response_ids)
+        input_ids[i, :prompt] = row.prompt_ids
+        input_ids[i, prompt : prompt + response] = row.response_ids
+        response_ids[i, :response] = row.response_ids
+        mask[i, :response] = row.response_mask
+    final_index = prompt_lengths + response_lengths - 1
+    state_index = (prompt_lengths[:, None] + torch.arange(response_width) - 1).clamp(max=width - 1)
+    return MicroBatch(
+        indices=tuple(indices),
+        input_ids=input_ids.to(device, non_blocking=True),
+        response_ids=response_ids.to(device, non_blocking=True),
+        state_index=state_index.to(device, non_blocking=True),
+        final_index=final_index.to(device, non_blocking=True),
+        mask=mask.to(device, non_blocking=True),
+    )
+
+
+def pad_rows(values: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
+    """Pad ragged `[T_i]` tensors to `[b, width]` with zeros (False for bool)."""
+    padded = torch.zeros(len(values), width, dtype=values[0].dtype)
+    for i, value in enumerate(values):
+        padded[i, : len(value)] = value
+    return padded.to(device, non_blocking=True)

@@ -1,0 +1,329 @@
+"""PPOModule: a policy, a critic, and how a chunk of rollouts trains them."""
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
+
+from lightning_ppo.batch import Chunk, Prompt
+from lightning_ppo.callbacks.checkpoint_exclusion import CheckpointExclusion
+from lightning_ppo.callbacks.critic_epochs import CriticEpochs
+from lightning_ppo.callbacks.critic_warmup import CriticWarmup
+from lightning_ppo.callbacks.refit import WeightRefit
+from lightning_ppo.checkpoint import KEY, at_boundary, check_fits_together
+from lightning_ppo.checks import check_context, check_run
+from lightning_ppo.config import PPOConfig
+from lightning_ppo.errors import ConfigError
+from lightning_ppo.models.critic import CriticModel
+from lightning_ppo.models.load import load_critic, load_policy, load_tokenizer
+from lightning_ppo.models.policy import PolicyModel
+from lightning_ppo.ppo_step import PPOStep, step_policy_optimizer
+from lightning_ppo.rollout.datamodule import RolloutDataModule
+from lightning_ppo.rollout.engine import PolicySpec
+from lightning_ppo.schedulers import default_critic_optimizer, default_policy_optimizer
+from lightning_ppo.strategy import StreamingPPOStrategy
+from lightning_ppo.timing import PhaseTimer
+from lightning_ppo.updates.advantage_stage import AdvantageStage
+from lightning_ppo.updates.critic_update import CriticUpdate
+from lightning_ppo.updates.normalization import AdvantageNormalizer
+from lightning_ppo.updates.policy_update import PolicyUpdate
+from lightning_ppo.validation import reject
+
+AnyCallback = TypeVar("AnyCallback", bound=Callback)
+
+PHASES = (WeightRefit, CriticEpochs, CheckpointExclusion, CriticWarmup)
+"""Callbacks in charge of a phase: exactly one of each, one's own subclass instead of the default if given."""
+
+
+class PPOModule(L.LightningModule):
+    """A language-model policy and a separate critic under PPO.
+
+    Args:
+        policy: Hugging Face folder of the policy (a causal language model) and its tokenizer.
+        critic: Hugging Face folder of the critic's backbone, or of an exported critic; None means the policy's folder
+            with a value head that starts at zero.
+        reference: Hugging Face folder of the frozen policy that a KL is charged against; None means the initial policy.
+            Only used with `ppo.kl_placement`.
+        tokenizer: Hugging Face folder of the tokenizer; None means the policy's folder.
+        ppo: How a PPO step turns rewards into updates.
+        policy_optimizer: Optimizer of the policy. None means AdamW, betas (0.9, 0.99), no weight decay, with a learning
+            rate of 6e-4 up to a million parameters that falls inversely with the size, down to 1e-6.
+        critic_optimizer: Optimizer of the critic. None means the same with 1e-3, down to 1e-5.
+        policy_scheduler: Learning-rate schedule of the policy; one tick per PPO step that updates it.
+        critic_scheduler: Learning-rate schedule of the critic; one tick per PPO step that trains it.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        critic: str | None = None,
+        reference: str | None = None,
+        tokenizer: str | None = None,
+        ppo: PPOConfig = PPOConfig(),  # noqa: B008 - frozen
+        policy_optimizer: OptimizerCallable | None = None,
+        critic_optimizer: OptimizerCallable | None = None,
+        policy_scheduler: LRSchedulerCallable | None = None,
+        critic_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.ppo = ppo
+        self.tokenizer = load_tokenizer(tokenizer or policy, "tokenizer" if tokenizer else "policy")
+        self.policy = PolicyModel(load_policy(policy))
+        self.critic = CriticModel(load_critic(critic or policy, field="critic" if critic else "policy"))
+        self._check_vocabulary(critic or policy)
+        # not a submodule: the reference is never trained and never checkpointed
+        self._reference: list[PolicyModel] = []
+        if ppo.kl_placement != "none":
+            self._reference.append(PolicyModel(load_policy(reference or policy, field="reference")))
+            self._reference[0].requires_grad_(False)
+        elif reference is not None:
+            raise reject(
+                "reference", reference, "is not used with kl_placement=none", "set ppo.kl_placement or drop it"
+            )
+        self._makers = {
+            "policy": (policy_optimizer or default_policy_optimizer, policy_scheduler),
+            "critic": (critic_optimizer or default_critic_optimizer, critic_scheduler),
+        }
+        self._optimizers: dict[str, Optimizer] = {}
+        self._schedulers: dict[str, LRScheduler] = {}
+        self.policy_version = 0
+        """Version of the policy that the generators serve; +1 per PPO step."""
+        self._step: PPOStep | None = None
+        self._running_centre: dict[str, Any] | None = None
+
+    # ------------------------------------------------------------------ for callbacks
+
+    @property
+    def rollouts(self) -> RolloutDataModule:
+        """The data module: `refit`, `release`, `sample`."""
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(datamodule, RolloutDataModule):
+            raise reject("datamodule", type(datamodule).__name__, "delivers no rollouts", "pass a RolloutDataModule")
+        return datamodule
+
+    @property
+    def streaming_strategy(self) -> StreamingPPOStrategy:
+        """The strategy, typed."""
+        if not isinstance(self.trainer.strategy, StreamingPPOStrategy):
+            name = type(self.trainer.strategy).__name__
+            raise reject("strategy", name, "cannot run PPO steps", "set strategy=StreamingPPOStrategy()")
+        return self.trainer.strategy
+
+    @property
+    def seed(self) -> int:
+        """Seed of this run's shuffles."""
+        return self.rollouts.run_seed
+
+    @property
+    def policy_update(self) -> PolicyUpdate:
+        """The policy's begin, train_chunk, finish, abort."""
+        return self._ppo_step().policy_update
+
+    @property
+    def critic_update(self) -> CriticUpdate:
+        """The critic's begin, train_chunk, finish, abort."""
+        return self._ppo_step().critic_update
+
+    def callback(self, kind: type[AnyCallback]) -> AnyCallback:
+        """Return the trainer's callback of this kind."""
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next(callback for callback in callbacks if isinstance(callback, kind))
+
+    def optimizer(self, name: str) -> Optimizer:
+        """Return the torch optimizer of `policy` or `critic`."""
+        return self._optimizers[name]
+
+    def step_scheduler(self, name: str) -> None:
+        """Tick the learning-rate schedule of `policy` or `critic`, if it has one."""
+        if name in self._schedulers:
+            self._schedulers[name].step()
+
+    def learning_rates(self) -> dict[str, float]:
+        """Return the current learning rates by metric name."""
+        return {f"{name}/lr": optimizer.param_groups[0]["lr"] for name, optimizer in self._optimizers.items()}
+
+    def export_policy(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the policy's weights by their Hugging Face names."""
+        for name, tensor in self.policy.model.state_dict().items():
+            yield name, tensor.detach()
+
+    # ------------------------------------------------------------------ set-up
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        check_run(self.trainer, self)
+        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        missing: list[Callback] = []
+        for kind in PHASES:
+            count = sum(isinstance(callback, kind) for callback in present)
+            if count > 1:
+                raise ConfigError(f"trainer.callbacks={kind.__name__} is there {count} times; pass at most one")
+            if count == 0:
+                missing.append(kind())
+        return missing
+
+    @override
+    def setup(self, stage: str) -> None:
+        rollouts = self.rollouts
+        context = getattr(self.policy.model.config, "max_position_embeddings", None)
+        check_context(context, rollouts.rollout)
+        self.policy.temperature = rollouts.rollout.temperature
+        for reference in self._reference:
+            reference.temperature = rollouts.rollout.temperature
+        self._context = context if context is not None else 2**16
+        self.streaming_strategy.add_closer(rollouts.close)
+        rollouts.prepare(self.tokenizer, self._context, self.policy.model.config.vocab_size)
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizers, configs = [], []
+        for name, model in (("policy", self.policy), ("critic", self.critic)):
+            make_optimizer, make_scheduler = self._makers[name]
+            optimizer = make_optimizer(model.parameters())
+            self._optimizers[name] = optimizer
+            optimizers.append(optimizer)
+            if make_scheduler is not None:
+                scheduler = make_scheduler(optimizer)
+                self._schedulers[name] = scheduler  # type: ignore[assignment]
+                configs.append({"scheduler": scheduler, "name": f"{name}/lr"})
+        return optimizers, configs
+
+    @override
+    def on_fit_start(self) -> None:
+        strategy, timer = self.streaming_strategy, PhaseTimer()
+        residency, ranks = strategy.residency, strategy.ranks
+        residency.add("policy", self.policy, self._optimizers["policy"])
+        residency.add("critic", self.critic, self._optimizers["critic"])
+        reference = self._reference[0] if self._reference else None
+        if reference is not None:
+            residency.add("reference", reference)
+
+        def shared(model: torch.nn.Module) -> tuple[Any, ...]:
+            return strategy.accumulator(model.parameters()), self.ppo, ranks, residency, self.manual_backward
+
+        normalizer = AdvantageNormalizer(self.ppo.normalize_advantages, self.ppo.running_mean_decay, ranks)
+        if self._running_centre is not None:
+            normalizer.running = normalizer.running.from_state_dict(self._running_centre)
+        self._step = PPOStep(
+            module=self,
+            strategy=strategy,
+            stage=AdvantageStage(self.policy, self.critic, reference, self.ppo, residency, timer),
+            normalizer=normalizer,
+            policy_update=PolicyUpdate(self.policy, *shared(self.policy), lambda: step_policy_optimizer(self)),
+            critic_update=CriticUpdate(
+                self.critic, *shared(self.critic), lambda: strategy.step_optimizer(self._optimizers["critic"])
+            ),
+            timer=timer,
+        )
+        self._start_engine()
+
+    @override
+    def on_train_start(self) -> None:
+        # an epoch of unknown length validates at its end, which the closing chunk announces
+        self.trainer.val_check_batch = float("inf")  # type: ignore[attr-defined]
+        self.rollouts.start_rollouts(self.trainer.global_step, self.policy_version)
+
+    def _start_engine(self) -> None:
+        config_json = self.policy.model.config.to_json_string(use_diff=False)
+        self.rollouts.start_engine(PolicySpec(config_json, self._context), self.export_policy(), self.policy_version)
+
+    # ------------------------------------------------------------------ training
+
+    @override
+    def training_step(self, chunk: Chunk, batch_idx: int) -> None:
+        step = self._ppo_step()
+        try:
+            metrics = step.train_chunk(chunk)
+        except BaseException:
+            step.abort()
+            raise
+        if metrics is not None:
+            self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Chunk, batch_idx: int) -> None:
+        # callbacks come first, so that ModelCheckpoint has asked for its save already
+        self.streaming_strategy.flush_saves()
+
+    @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Keep Lightning from clearing gradients around validation; ours are not in `.grad` anyway."""
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave rows on the host; micro-batches move when they are trained."""
+        return batch
+
+    # ------------------------------------------------------------------ validation and prediction
+
+    @override
+    def on_validation_start(self) -> None:
+        self._start_engine()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._start_engine()
+
+    @override
+    def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
+        rows = self.rollouts.sample(batch, namespace="validation")
+        metrics = {
+            "val/reward_mean": sum(row.reward for row in rows) / len(rows),
+            "val/response_length": sum(len(row.response_ids) for row in rows) / len(rows),
+            "val/truncated_fraction": sum(row.truncated for row in rows) / len(rows),
+        }
+        self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(rows))
+
+    @override
+    def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
+        rows = self.rollouts.sample(batch, namespace="predict")
+        return [
+            {
+                "prompt": prompt.text,
+                "response": row.response_text,
+                "reward": row.reward,
+                "finish_reason": row.finish_reason,
+                "response_ids": row.response_ids.tolist(),
+                "logprobs": row.rollout_logprobs.tolist(),
+                **prompt.columns,
+            }
+            for prompt, row in zip(batch, rows, strict=True)
+        ]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        steps = int(checkpoint["global_step"])
+        if steps > 0 and self.trainer.state.fn == TrainerFn.FITTING:
+            at_boundary(checkpoint["loops"]["fit_loop"], steps)
+        checkpoint[KEY] = {"ppo_step": steps, "policy_version": self.policy_version}
+        if self._step is not None:
+            checkpoint[KEY]["running_centre"] = self._step.normalizer.running.state_dict()
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_fits_together(checkpoint["state_dict"], int(checkpoint["global_step"]))
+        self.policy_version = int(checkpoint[KEY]["policy_version"])
+        self._running_centre = checkpoint[KEY].get("running_centre")
+
+    # ------------------------------------------------------------------
+
+    def _ppo_step(self) -> PPOStep:
+        if self._step is None:
+            raise ConfigError("PPOModule has no running fit; call Trainer.fit first")
+        return self._step
+
+    def _check_vocabulary(self, critic: str) -> None:
+        ours, theirs = self.policy.model.config.vocab_size, self.critic.model.config.vocab_size
+        if ours != theirs:
+            raise reject("critic", critic, f"has {theirs} tokens, the policy {ours}", "give one of the same vocabulary")

@@ -1,0 +1,235 @@
+"""One PPO step: chunks in, gradients accumulated; then policy update, refit, critic epochs, release, counters."""
+
+import logging
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from lightning_ppo.batch import Chunk, StepBatch
+from lightning_ppo.callbacks.critic_epochs import CriticEpochs, shuffled_minibatches
+from lightning_ppo.callbacks.critic_warmup import CriticWarmup
+from lightning_ppo.callbacks.refit import WeightRefit
+from lightning_ppo.errors import StepError
+from lightning_ppo.hooks import (
+    BeforePolicyStep,
+    ChunkEnd,
+    ChunkReady,
+    PolicyUpdateEnd,
+    PPOStepEnd,
+    RolloutBatchComplete,
+    call_hooks,
+)
+from lightning_ppo.strategy import StreamingPPOStrategy
+from lightning_ppo.timing import PhaseTimer
+from lightning_ppo.updates.advantage_stage import AdvantageStage
+from lightning_ppo.updates.critic_update import CriticStats, CriticUpdate
+from lightning_ppo.updates.normalization import AdvantageNormalizer, ChunkPlan
+from lightning_ppo.updates.policy_update import PolicyStats, PolicyUpdate
+from lightning_ppo.updates.step_state import StepState, StepTotals
+
+if TYPE_CHECKING:
+    from lightning_ppo.module import PPOModule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class PPOStep:
+    """Runs PPO steps for a module. Every method is called on every rank."""
+
+    module: "PPOModule"
+    strategy: StreamingPPOStrategy
+    stage: AdvantageStage
+    normalizer: AdvantageNormalizer
+    policy_update: PolicyUpdate
+    critic_update: CriticUpdate
+    timer: PhaseTimer
+    state: StepState | None = None
+    _plan: ChunkPlan | None = None
+    _started_s: float = 0.0
+
+    def train_chunk(self, chunk: Chunk) -> dict[str, float] | None:
+        """Accumulate one chunk; on the closing chunk complete the step.
+
+        Args:
+            chunk: This rank's share.
+
+        Returns:
+            The step's metrics when it is complete, else None.
+
+        Raises:
+            StepError: the step cannot be completed; nothing was updated if no update had begun.
+        """
+        state = self._open(chunk) if chunk.index == 0 or self.state is None else self.state
+        module, trainer = self.module, self.module.trainer
+        self.timer.add("wait", chunk.wait_s)
+        call_hooks(trainer, ChunkReady(chunk))
+        rows = self.stage.run(chunk)
+        state.add(chunk, rows)
+        is_only_chunk = chunk.is_closing and chunk.index == 0
+        plan = self.normalizer.plan(rows, is_only_chunk=is_only_chunk)
+        where = f"PPO step {chunk.ppo_step} chunk {chunk.index}"
+        if state.policy_is_trainable and module.ppo.updates_per_step == 1:
+            self.strategy.residency.acquire("policy")
+            with self.timer.phase("policy"):
+                self.policy_update.train_chunk(rows, plan, where)
+        call_hooks(trainer, ChunkEnd(chunk, rows))
+        log.info(
+            "train_pump: step %d chunk %d: %d group(s), %d/%d dispatched",
+            chunk.ppo_step,
+            chunk.index,
+            len(chunk.draws),
+            chunk.groups_dispatched,
+            chunk.groups_per_step,
+        )
+        self._plan = plan
+        if chunk.is_closing:
+            return self._close(state, plan)
+        # the next chunk needs the critic first; loading it overlaps the wait
+        self.strategy.residency.acquire("critic")
+        return None
+
+    def abort(self) -> None:
+        """Leave the last boundary as the resume point; safe at any time."""
+        self.state = None
+        self.policy_update.abort()
+        self.critic_update.abort()
+        self.strategy.abort_step()
+
+    def _open(self, chunk: Chunk) -> StepState:
+        module = self.module
+        self.strategy.begin_step(chunk.ppo_step)
+        trainable = module.callback(CriticWarmup).policy_is_trainable(module.trainer, module, chunk.ppo_step)
+        self.state = StepState(chunk.ppo_step, module.policy_version, trainable)
+        self.timer.reset()
+        self._started_s = time.perf_counter() - chunk.wait_s
+        self.normalizer.begin()
+        if trainable and module.ppo.updates_per_step == 1:
+            self.policy_update.begin()
+        return self.state
+
+    def _close(self, state: StepState, plan: ChunkPlan) -> dict[str, float]:
+        module, trainer, strategy = self.module, self.module.trainer, self.strategy
+        log.info(
+            "train_pump: step %d closing on %d chunk(s), %d group(s)",
+            state.ppo_step,
+            len(state.chunks),
+            sum(map(len, state.chunks)),
+        )
+        totals = state.totals(strategy.ranks)
+        if totals.tokens == 0:
+            raise StepError(
+                f"PPO step {state.ppo_step} has no trained token (all {int(totals.rows)} responses are masked); "
+                "nothing was updated"
+            )
+        batch = StepBatch(
+            ppo_step=state.ppo_step,
+            rows=tuple(state.rows),
+            num_chunks=len(state.chunks),
+            num_tokens=int(totals.tokens),
+            num_sequences=int(totals.sequences),
+        )
+        call_hooks(trainer, RolloutBatchComplete(batch))
+        policy_stats: tuple[PolicyStats, ...] = ()
+        if state.policy_is_trainable:
+            with self.timer.phase("policy"):
+                policy_stats = self._update_policy(batch, plan)
+            call_hooks(trainer, PolicyUpdateEnd(state.ppo_step, policy_stats))
+        module.policy_version += 1
+        with self.timer.phase("refit"):
+            module.callback(WeightRefit).refit(
+                trainer, module, module.policy_version, weights_changed=state.policy_is_trainable
+            )
+        strategy.residency.acquire("critic")
+        with self.timer.phase("critic"):
+            critic_stats = module.callback(CriticEpochs).train(trainer, module, batch)
+        if critic_stats:
+            module.step_scheduler("critic")
+        return self._complete(state, batch, totals, policy_stats, critic_stats)
+
+    def _update_policy(self, batch: StepBatch, plan: ChunkPlan) -> tuple[PolicyStats, ...]:
+        module, update = self.module, self.policy_update
+        self.strategy.residency.acquire("policy")
+        if module.ppo.updates_per_step == 1:
+            stats = [update.finish(self.normalizer.coefficients(plan))]
+        else:
+            stats = []
+            for epoch in range(module.ppo.ppo_epochs):
+                seed = (module.seed + 1, batch.ppo_step, epoch)
+                for rows in shuffled_minibatches(batch.rows, module.ppo.policy_minibatches, seed):
+                    update.begin()
+                    update.train_chunk(rows, plan, f"policy epoch {epoch} of PPO step {batch.ppo_step}")
+                    stats.append(update.finish(self.normalizer.coefficients(plan)))
+        module.step_scheduler("policy")
+        return tuple(stats)
+
+    def _complete(
+        self,
+        state: StepState,
+        batch: StepBatch,
+        totals: StepTotals,
+        policy_stats: tuple[PolicyStats, ...],
+        critic_stats: tuple[tuple[CriticStats, ...], ...],
+    ) -> dict[str, float]:
+        module, trainer = self.module, self.module.trainer
+        advantages = self.normalizer.moments
+        self.normalizer.commit()
+        module.rollouts.release([draw for chunk in state.chunks for draw in chunk])
+        module.rollouts.record_chunks(state.ppo_step, state.chunks)
+        completed = state.ppo_step + 1
+        module.policy.completed_steps.fill_(completed)
+        module.critic.completed_steps.fill_(completed)
+        self.state = None
+        self.strategy.complete_step()
+        metrics = totals.metrics() | {
+            "advantage/mean": advantages.mean,
+            "advantage/std": advantages.variance**0.5,
+            "step/chunks": float(batch.num_chunks),
+            **_policy_metrics(policy_stats),
+            **_critic_metrics(critic_stats),
+            **module.learning_rates(),
+            **self._times(totals),
+            "time/generation_s": state.generation_s,
+        }
+        call_hooks(trainer, PPOStepEnd(completed, batch, metrics))
+        return metrics
+
+    def _times(self, totals: StepTotals) -> dict[str, float]:
+        step_s = time.perf_counter() - self._started_s
+        phases = self.timer.reset()
+        times = {f"time/{name}_s": phases.get(name, 0.0) for name in ("wait", "value", "policy", "refit", "critic")}
+        times.update({f"time/{name}_s": seconds for name, seconds in phases.items()})
+        times["time/overhead_s"] = step_s - sum(times.values())
+        times["time/step_s"] = step_s
+        times["throughput/response_tokens_per_s"] = totals.response_tokens / step_s
+        return times
+
+
+def step_policy_optimizer(module: "PPOModule") -> None:
+    """Call the hook that comes right before a policy optimizer step, then make the step."""
+    optimizer = module.optimizer("policy")
+    call_hooks(module.trainer, BeforePolicyStep(optimizer))
+    module.streaming_strategy.step_optimizer(optimizer)
+
+
+def _policy_metrics(stats: tuple[PolicyStats, ...]) -> dict[str, float]:
+    if not stats:
+        return {}
+    metrics = {}
+    for name in asdict(stats[0]):
+        if name.startswith("sampler_mismatch"):
+            # that of the first update: later ones compare with an older sampler by design
+            metrics[f"rollout/{name}"] = float(getattr(stats[0], name))
+        else:
+            metrics[f"policy/{name}"] = sum(float(getattr(entry, name)) for entry in stats) / len(stats)
+    return metrics
+
+
+def _critic_metrics(epochs: tuple[tuple[CriticStats, ...], ...]) -> dict[str, float]:
+    if not epochs or not epochs[0]:
+        return {}
+    metrics = {}
+    for suffix, stats in (("", epochs[0]), ("_last_epoch", epochs[-1])):
+        for name in ("loss", "grad_norm", "clip_fraction"):
+            metrics[f"critic/{name}{suffix}"] = sum(float(getattr(entry, name)) for entry in stats) / len(stats)
+    return metrics

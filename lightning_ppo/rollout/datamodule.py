@@ -1,0 +1,316 @@
+"""RolloutDataModule: prompts and a reward in, chunks of rewarded responses out, on every rank."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ppo.batch import Chunk, Prompt, Trajectory
+from lightning_ppo.errors import RolloutError
+from lightning_ppo.rollout.collector import Collector
+from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
+from lightning_ppo.rollout.deal import Share, deal
+from lightning_ppo.rollout.engine import Engine, PolicySpec, SamplingParams
+from lightning_ppo.rollout.local import LocalEngine
+from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.rollout.reward import RewardFunction
+from lightning_ppo.rollout.samplers import make_sampler
+from lightning_ppo.rollout.schedule import ChunkSchedule
+from lightning_ppo.rollout.stream import PromptStream
+from lightning_ppo.rollout.tail import group_alignment
+
+log = logging.getLogger(__name__)
+
+Rows = str | Path | Sequence[Mapping[str, Any]]
+
+VALIDATION_BATCH = 1024
+"""Prompts sampled together in validation; the engine keeps its slots full by itself."""
+
+HEARTBEAT_S = 1.0
+"""How often waiting ranks hear from rank 0."""
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Delivers rollouts. Rank 0 generates; the other ranks get their equal share of every chunk.
+
+    Args:
+        prompts: A jsonl file, a Hugging Face dataset folder, or a sequence of dicts. Each row has a `prompt`: text,
+            token ids, or chat messages; other columns go to the reward by name.
+        reward: A callable, sync or async, or its import path (`package.module:function`, `path/to/file.py:function`).
+            It gets `prompt` and `response` (text) and the row's other columns by name, and returns a finite number.
+        validation_prompts: The same for `validate` and validation during `fit`; None switches it off.
+        rollout: How many rollouts, how they are sampled, in which order they are trained.
+        engine: The built-in generation engine.
+    """
+
+    def __init__(
+        self,
+        prompts: str | list[dict[str, Any]] | Sequence[Mapping[str, Any]],
+        reward: str | Callable[..., Any],
+        validation_prompts: str | list[dict[str, Any]] | Sequence[Mapping[str, Any]] | None = None,
+        rollout: RolloutConfig = RolloutConfig(),  # noqa: B008 - frozen
+        engine: LocalEngineConfig = LocalEngineConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__()
+        self.prompts: Rows = prompts
+        self.validation_prompts: Rows | None = validation_prompts
+        self.reward = reward
+        self.rollout = rollout
+        self.engine_config = engine
+        self.run_seed = rollout.seed if rollout.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self._train_set: PromptSet | None = None
+        self._validation_set: PromptSet | None = None
+        self._stream: PromptStream | None = None
+        self._engine: Engine | None = None
+        self._collector: Collector | None = None
+        self._tokenizer: Any = None
+        self._stop_token_ids: tuple[int, ...] = ()
+        self._engine_is_up = False
+        self._threads: int | None = None
+
+    # ------------------------------------------------------------------ set-up
+
+    def make_engine(self) -> Engine:
+        """Build the engine, not started yet; override to use another one."""
+        directory = self._run_directory()
+        return LocalEngine(self.engine_config, None if directory is None else directory / "engine.log")
+
+    def alignment(self, ranks: int) -> int:
+        """Groups that every chunk must be a multiple of, so that each rank gets the same number of rows."""
+        return group_alignment(generations=self.rollout.num_generations_per_prompt, dp_sizes=(ranks,))
+
+    def prepare(self, tokenizer: Any, max_context_tokens: int, vocabulary: int) -> None:
+        """Load and check all prompts, and the reward's signature. Nothing is started.
+
+        Args:
+            tokenizer: The policy's tokenizer.
+            max_context_tokens: The policy's context.
+            vocabulary: The policy's vocabulary size.
+
+        Raises:
+            DataError: a row cannot be used.
+            ConfigError: the reward asks for a column that is not there.
+        """
+        longest = max_context_tokens - self.rollout.max_response_tokens
+        self._tokenizer = tokenizer
+        self._train_set = PromptSet(self.prompts, tokenizer, longest)
+        self._reward = RewardFunction(self.reward, self._train_set.columns, self.rollout.reward_timeout_s)
+        if self.validation_prompts is not None:
+            self._validation_set = PromptSet(self.validation_prompts, tokenizer, longest)
+            RewardFunction(self.reward, self._validation_set.columns, self.rollout.reward_timeout_s)
+        stop = self.rollout.stop_token_ids
+        self._stop_token_ids = (tokenizer.eos_token_id,) if stop is None and tokenizer.eos_token_id is not None else ()
+        if stop is not None:
+            self._stop_token_ids = stop
+        if self._stream is None:
+            self._stream = PromptStream(len(self._train_set), self.run_seed, self.rollout.shuffle)
+        if self._trainer().is_global_zero:
+            self._engine = self.make_engine()
+            self._collector = Collector(
+                self._engine,
+                self._train_set,
+                self._stream,
+                self._reward,
+                make_sampler(self.rollout),
+                self.rollout,
+                tokenizer=tokenizer,
+                run_seed=self.run_seed,
+                align=self.alignment(self._trainer().world_size),
+                stop_token_ids=self._stop_token_ids,
+            )
+
+    def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Start generation's process with the policy's weights; nothing happens if it runs already."""
+        if self._threads is None and self.engine_config.trainer_threads is not None:
+            self._threads = torch.get_num_threads()
+            torch.set_num_threads(self.engine_config.trainer_threads)
+        if self._engine is None or self._collector is None or self._engine_is_up:
+            return
+        self._collector.open()
+        self._engine.start(spec)
+        self._engine.update_weights(weights, policy_version)
+        self._engine_is_up = True
+
+    def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
+        """Start generating for training."""
+        if self._collector is not None:
+            self._collector.start(ppo_step, policy_version)
+
+    def close(self) -> None:
+        """Stop generation; safe to call twice, on every rank."""
+        if self._collector is not None:
+            self._collector.close()
+        if self._engine is not None:
+            self._engine.close()
+        self._collector = self._engine = None
+        self._engine_is_up = False
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+            self._threads = None
+
+    # ------------------------------------------------------------------ what the PPO step asks for
+
+    def refit(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Make the engine serve new weights (none: just the number), then let rollouts of that version start."""
+        if self._engine is not None and self._collector is not None:
+            self._engine.update_weights(weights, policy_version)
+            self._collector.publish_version(policy_version)
+
+    def release(self, draws: Sequence[int]) -> None:
+        """Give the places of trained groups back."""
+        if self._collector is not None:
+            self._collector.release(draws)
+
+    def record_chunks(self, ppo_step: int, chunks: Sequence[tuple[int, ...]]) -> None:
+        """Append the step's chunk boundaries to `chunks.jsonl` in the run's folder."""
+        directory = self._run_directory()
+        if self._trainer().is_global_zero and directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            ChunkSchedule.append(directory / "chunks.jsonl", ppo_step, chunks)
+
+    def sample(self, prompts: Sequence[Prompt], *, namespace: str, num_samples: int = 1) -> list[Trajectory]:
+        """Sample responses outside of training, with the validation sampling settings. A collective.
+
+        Args:
+            prompts: What to answer.
+            namespace: Separates seeds from those of training.
+            num_samples: Responses per prompt.
+        """
+        result: list[Trajectory] | BaseException | None = None
+        config = self.rollout
+        if self._collector is not None:
+            sampling = SamplingParams(
+                max_tokens=config.max_response_tokens,
+                temperature=config.validation_temperature,
+                top_p=config.validation_top_p,
+                top_k=config.validation_top_k,
+                stop_token_ids=self._stop_token_ids,
+            )
+            try:
+                result = self._collector.sample(
+                    prompts,
+                    seed_namespace=namespace,
+                    num_samples=num_samples,
+                    sampling=sampling,
+                    timeout_s=config.timeout_s,
+                    poll=self._poll,
+                )
+            except BaseException as error:
+                if self._trainer().world_size == 1:
+                    raise
+                result = error
+        return _unwrap(self._trainer().strategy.broadcast(result))
+
+    # ------------------------------------------------------------------ Lightning
+
+    @override
+    def train_dataloader(self) -> "ChunkLoader":
+        return ChunkLoader(self._chunks)
+
+    @override
+    def val_dataloader(self) -> list[list[Prompt]]:
+        dataset = self._validation_set
+        prompts = [] if dataset is None else [dataset[i] for i in range(len(dataset))]
+        return [prompts[i : i + VALIDATION_BATCH] for i in range(0, len(prompts), VALIDATION_BATCH)]
+
+    @override
+    def predict_dataloader(self) -> list[list[Prompt]]:
+        return self.val_dataloader()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._collector is None else self._collector.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._collector is not None and self._trainer().state.fn == TrainerFn.FITTING:
+            self._collector.load_state_dict(state_dict)
+
+    def _chunks(self) -> Iterator[Chunk]:
+        size = self.rollout.num_prompts_per_step
+        ppo_step, dispatched, index = self._trainer().global_step, 0, 0
+        while dispatched < size:
+            start = time.perf_counter()
+            share = self._next_share(ppo_step, size - dispatched)
+            dispatched += len(share.draws)
+            yield Chunk(
+                ppo_step=ppo_step,
+                index=index,
+                rows=share.rows,
+                draws=share.draws,
+                groups_dispatched=dispatched,
+                groups_per_step=size,
+                wait_s=time.perf_counter() - start,
+                generation_s=share.generation_s,
+            )
+            index += 1
+
+    def _next_share(self, ppo_step: int, remaining: int) -> Share:
+        """Wait for a chunk on rank 0 and deal it out; other ranks hear a heartbeat (None) while they wait."""
+        strategy, ranks = self._trainer().strategy, self._trainer().world_size
+        if self._collector is None:
+            while (message := strategy.broadcast(None)) is None:
+                self._poll()
+            return _unwrap(message)[self._trainer().global_rank]
+        last_beat = time.monotonic()
+
+        def poll() -> None:
+            nonlocal last_beat
+            self._poll()
+            if ranks > 1 and time.monotonic() - last_beat >= HEARTBEAT_S:
+                strategy.broadcast(None)
+                last_beat = time.monotonic()
+
+        try:
+            shares = deal(self._collector.next_groups(ppo_step, remaining, poll), ranks)
+        except BaseException as error:
+            if ranks > 1:
+                strategy.broadcast(error)
+            raise
+        strategy.broadcast(shares)
+        return shares[0]
+
+    def _poll(self) -> None:
+        if self._trainer().received_sigterm:
+            raise SIGTERMException
+
+    def _trainer(self) -> L.Trainer:
+        if self.trainer is None:
+            raise RolloutError("RolloutDataModule is not attached to a trainer; pass it to Trainer.fit")
+        return self.trainer
+
+    def _run_directory(self) -> Path | None:
+        """The logger's folder; without a logger nothing is written."""
+        trainer = self._trainer()
+        return Path(trainer.log_dir) if trainer.loggers and trainer.log_dir is not None else None
+
+
+class ChunkLoader:
+    """A loader of unknown length. No torch DataLoader: its workers would fetch ahead of the refit.
+
+    Args:
+        chunks: Starts the chunks of the current PPO step.
+    """
+
+    def __init__(self, chunks: Callable[[], Iterator[Chunk]]) -> None:
+        self._start = chunks
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Start the next PPO step's chunks."""
+        return self._start()
+
+
+def _unwrap(message: Any) -> Any:
+    """Raise on this rank what failed on rank 0."""
+    if isinstance(message, BaseException):
+        raise message
+    return message

@@ -1,0 +1,34 @@
+"""Dealing a chunk out to data-parallel ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_ppo.batch import PromptGroup, Trajectory
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a chunk."""
+
+    rows: tuple[Trajectory, ...]
+    draws: tuple[int, ...]
+    """Draws of all groups of the chunk."""
+    generation_s: float
+    """Longest dispatch-to-commit time among the groups."""
+
+
+def deal(groups: Sequence[PromptGroup], ranks: int) -> list[Share]:
+    """Give every rank the same number of rows of similar lengths; no row twice, none left over.
+
+    Args:
+        groups: The chunk's groups in draw order; `ranks` divides their rows (see `group_alignment`).
+        ranks: Data-parallel ranks.
+    """
+    rows = [row for group in groups for row in group.trajectories]
+    if len(rows) % ranks:
+        raise ValueError(f"{len(rows)} rows cannot be dealt equally to {ranks} ranks")
+    if ranks > 1:
+        rows.sort(key=lambda row: (row.num_tokens, row.sample_id))
+    draws = tuple(group.draw for group in groups)
+    slowest = max(group.generation_s for group in groups)
+    return [Share(tuple(rows[rank::ranks]), draws, slowest) for rank in range(ranks)]

@@ -1,0 +1,189 @@
+"""The fast decoder for Llama- and Qwen-style models: a static key-value cache and a batch of constant shape.
+
+A row's results do not depend on the other rows, bit for bit: the shapes of the matrices never change with the load,
+masked positions get an attention weight of exactly zero (so the attention window may be cut), and the activation works
+on a padded width.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from lightning_ppo.rollout.local.decoder_weights import LayerWeights, aligned_width
+from lightning_ppo.rollout.local.skeleton import Skeleton
+
+_WINDOW_TOKENS = 32
+_PREFILL_TOKENS = 16
+# Below these sizes torch leaves the BLAS for loops of its own (LinearAlgebra.cpp: 400; oneDNN for bfloat16: 16^3), so
+# the window must not cross them.
+_BLAS_ELEMENTS = 400
+_ONEDNN_ELEMENTS = 16**3
+
+
+def round_up(value: int, unit: int) -> int:
+    """Smallest multiple of `unit` that is at least `value`."""
+    return -(-value // unit) * unit
+
+
+class NativeDecoder:
+    """Keys and values of `slots` sequences, and the forward that extends all of them by one token."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        slots: int,
+        max_context_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        num_threads: int,
+    ) -> None:
+        config = skeleton.config
+        self._skeleton = skeleton
+        self._slots, self._context, self._device, self._dtype = slots, max_context_tokens, device, dtype
+        self._hidden: int = config.hidden_size
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._head_dim: int = getattr(config, "head_dim", None) or self._hidden // self._heads
+        self._eps: float = config.rms_norm_eps
+        self._act = ACT2FN[config.hidden_act]
+        self._scale = self._head_dim**-0.5
+        inner = skeleton.shapes["model.layers.0.mlp.gate_proj.weight"][0]
+        width = aligned_width(inner, slots, num_threads)
+        self._layers = [LayerWeights(skeleton, i, width, device, dtype) for i in range(config.num_hidden_layers)]
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        self._embed = torch.empty(skeleton.vocab_size, self._hidden, **make)
+        self._head = torch.empty(self._hidden, skeleton.vocab_size, **make)
+        self._norm = torch.empty(self._hidden, **make)
+        # Zeros, not empty: masked positions are multiplied by zero, which leaves NaN alone.
+        self._cache = torch.zeros(
+            len(self._layers), 2, slots, self._kv_heads, max_context_tokens, self._head_dim, **make
+        )
+        self._flat = self._cache.view(len(self._layers), 2, -1, self._head_dim)
+        self._base = torch.arange(slots * self._kv_heads, device=device)[:, None] * max_context_tokens
+        self._columns = torch.arange(max_context_tokens, device=device)
+        self._cos, self._sin = self._rotary()
+        group = self._heads // self._kv_heads
+        need = max(_BLAS_ELEMENTS / group, _ONEDNN_ELEMENTS / (slots * self._heads)) / self._head_dim
+        self._min_window = round_up(max(int(need) + 1, _WINDOW_TOKENS), _WINDOW_TOKENS)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take new weights, by canonical name; keys and values in the cache stay as they are."""
+        for layer in self._layers:
+            layer.load(weights)
+        self._embed.copy_(weights["model.embed_tokens.weight"])
+        self._norm.copy_(weights["model.norm.weight"])
+        self._head.copy_(weights[self._skeleton.aliases["lm_head.weight"]].t())
+
+    @torch.inference_mode()
+    def prefill(self, token_ids: Sequence[int]) -> Tensor:
+        """Keys and values of a prompt's tokens except the last one, which the first decode step reads.
+
+        Args:
+            token_ids: The whole prompt, at least two tokens.
+
+        Returns:
+            `[layers, 2, kv_heads, P, head_dim]`, where P depends on the prompt's length only; what lies behind the
+            prompt is finite and is overwritten before it is read.
+        """
+        known = len(token_ids) - 1
+        padded = min(round_up(known, _PREFILL_TOKENS), self._context)
+        ids = torch.zeros(padded, dtype=torch.int64)
+        ids[:known] = torch.tensor(token_ids[:known])
+        hidden = F.embedding(ids.to(self._device), self._embed)
+        cos, sin = self._cos[:padded, None], self._sin[:padded, None]
+        kept = torch.empty(
+            len(self._layers), 2, self._kv_heads, padded, self._head_dim, device=self._device, dtype=self._dtype
+        )
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            kept[index, 0] = key.transpose(0, 1)
+            kept[index, 1] = value.transpose(0, 1)
+            if index + 1 < len(self._layers):
+                mixed = F.scaled_dot_product_attention(
+                    query.transpose(0, 1)[None],
+                    kept[None, index, 0],
+                    kept[None, index, 1],
+                    is_causal=True,
+                    scale=self._scale,
+                    enable_gqa=self._heads != self._kv_heads,
+                )
+                self._finish(layer, hidden, mixed[0].transpose(0, 1).reshape(padded, -1))
+        return kept
+
+    @torch.inference_mode()
+    def admit(self, slot: int, prefilled: Tensor) -> None:
+        """Put a prefilled prompt into a slot."""
+        self._cache[:, :, slot, :, : prefilled.shape[3]] = prefilled
+
+    @torch.inference_mode()
+    def step(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Read one token per slot and return the logits of the next.
+
+        Args:
+            tokens: `[slots]` int64; any valid id in free slots.
+            positions: `[slots]` int64, where each token stands in its sequence; 0 in free slots.
+
+        Returns:
+            `[slots, V]` float32.
+        """
+        window = self._window(int(positions.max()) + 1)
+        position = torch.from_numpy(positions).to(self._device)
+        per_head = position[:, None].expand(-1, self._kv_heads).reshape(-1, 1)
+        where = (self._base + per_head).view(-1)
+        hidden_part = self._columns[:window] > per_head
+        mask = torch.zeros(hidden_part.shape, device=self._device, dtype=self._dtype)
+        mask = mask.masked_fill_(hidden_part, float("-inf"))[:, None]
+        cos, sin = self._cos[position][:, None], self._sin[position][:, None]
+        hidden = F.embedding(torch.from_numpy(tokens).to(self._device), self._embed)
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            keys, values = self._flat[index]
+            keys.index_copy_(0, where, key.reshape(-1, self._head_dim))
+            values.index_copy_(0, where, value.reshape(-1, self._head_dim))
+            shape = (-1, self._context, self._head_dim)
+            grouped = query.reshape(-1, self._heads // self._kv_heads, self._head_dim)
+            scores = torch.baddbmm(mask, grouped, keys.view(shape)[:, :window].transpose(1, 2), alpha=self._scale)
+            shares = scores.softmax(-1, dtype=torch.float32).to(self._dtype)
+            mixed = torch.bmm(shares, values.view(shape)[:, :window])
+            self._finish(layer, hidden, mixed.view(self._slots, -1))
+        return torch.mm(F.rms_norm(hidden, (self._hidden,), self._norm, self._eps), self._head).float()
+
+    def _window(self, longest: int) -> int:
+        # GPU libraries choose kernels by shape; there the window never changes.
+        if self._device.type != "cpu":
+            return self._context
+        return min(round_up(max(longest, self._min_window), _WINDOW_TOKENS), self._context)
+
+    def _project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        normed = F.rms_norm(hidden, (self._hidden,), layer.input_norm, self._eps)
+        qkv = _linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, self._head_dim)
+        both = self._heads + self._kv_heads
+        qk, value = qkv[:, :both], qkv[:, both:]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * layer.qk_norm
+        # Rolling by half a head swaps its halves; the sign of rotate_half is in `sin`.
+        turned = (qk * cos).add_(torch.roll(qk, self._head_dim // 2, -1).mul_(sin))
+        return turned[:, : self._heads], turned[:, self._heads :], value
+
+    def _finish(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> None:
+        hidden.add_(_linear(mixed, layer.out, layer.out_bias))
+        normed = F.rms_norm(hidden, (self._hidden,), layer.post_norm, self._eps)
+        gate, up = _linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
+        hidden.add_(_linear(self._act(gate).mul_(up), layer.down, layer.down_bias))
+
+    def _rotary(self) -> tuple[Tensor, Tensor]:
+        config, model = self._skeleton.config, self._skeleton.model
+        rotary = type(model.get_submodule("model.rotary_emb"))(config)
+        cos, sin = rotary(torch.empty(1, dtype=torch.float32), torch.arange(self._context)[None])
+        half = self._head_dim // 2
+        signed = torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+        return cos[0].to(self._device, self._dtype), signed.to(self._device, self._dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

@@ -1,0 +1,92 @@
+"""One response: generate, check, decode, reward."""
+
+import asyncio
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_ppo.batch import Prompt, Trajectory
+from lightning_ppo.errors import EngineError, RolloutError
+from lightning_ppo.rollout.engine import Engine, Generation, GenerationRequest, SamplingParams
+from lightning_ppo.rollout.reward import RewardFunction
+
+
+class Responder:
+    """Turns prompts into trajectories, one response at a time; runs in the collector's event loop.
+
+    Args:
+        engine: Generates.
+        reward: Rewards each response as soon as it is finished.
+        tokenizer: Hugging Face tokenizer that decodes responses.
+    """
+
+    def __init__(self, engine: Engine, reward: RewardFunction, tokenizer: object) -> None:
+        self._engine = engine
+        self._reward = reward
+        self._tokenizer = tokenizer
+
+    async def respond(
+        self, prompt: Prompt, prompt_ids: Tensor, sample_id: str, request_id: str, sampling: SamplingParams, seed: int
+    ) -> Trajectory:
+        """Sample one response and reward it. Every generated token is trained, no token of the prompt is.
+
+        Args:
+            prompt: The prompt.
+            prompt_ids: Its tokens, `[L]` int64, shared by all responses.
+            sample_id: Name of the trajectory.
+            request_id: Name of the request; unique among those in flight.
+            sampling: How to sample.
+            seed: Seed of this response.
+
+        Raises:
+            EngineError: the engine failed, or answered with something that is no response.
+            RewardError: see `RewardFunction`.
+            RolloutError: the request was cancelled, but not by its caller.
+        """
+        request = GenerationRequest(request_id=request_id, prompt_ids=prompt.token_ids, sampling=sampling, seed=seed)
+        try:
+            generation = await self._engine.generate(request)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # A task group takes a cancelled child for one that was given up on purpose; this one was not.
+            raise RolloutError(f"the engine cancelled request {request_id}; look at its log") from error
+        _check(generation, request)
+        text = self._tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)  # type: ignore[attr-defined]
+        reward = await self._reward(prompt, text, generation.finish_reason)
+        return Trajectory(
+            sample_id=sample_id,
+            prompt_ids=prompt_ids,
+            response_ids=torch.tensor(generation.token_ids, dtype=torch.int64),
+            response_mask=torch.ones(len(generation.token_ids), dtype=torch.bool),
+            rollout_logprobs=torch.tensor(generation.logprobs, dtype=torch.float32),
+            policy_versions=torch.tensor(generation.policy_versions, dtype=torch.int64),
+            reward=reward,
+            finish_reason=generation.finish_reason,
+            response_text=text,
+        )
+
+
+def first_error(group: BaseExceptionGroup) -> BaseException:
+    """Return the error that happened first in a task group, however deeply nested."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _check(generation: Generation, request: GenerationRequest) -> None:
+    tokens = len(generation.token_ids)
+    wrong = ""
+    if not 1 <= tokens <= request.sampling.max_tokens:
+        wrong = f"{tokens} tokens for max_tokens={request.sampling.max_tokens}"
+    elif not tokens == len(generation.logprobs) == len(generation.policy_versions):
+        wrong = f"{tokens} tokens, {len(generation.logprobs)} log-probs, {len(generation.policy_versions)} versions"
+    elif not all(map(math.isfinite, generation.logprobs)):
+        wrong = "a log-prob that is not finite"
+    elif generation.finish_reason not in ("stop", "length"):
+        wrong = f"finish_reason={generation.finish_reason}"
+    if wrong:
+        raise EngineError(f"the engine answered request {request.request_id} with {wrong}; look at its log")

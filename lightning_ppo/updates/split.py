@@ -1,0 +1,131 @@
+"""What the policy's and the critic's split updates share."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_ppo.accumulator import GradientAccumulator, clip_to_norm
+from lightning_ppo.batch import TrainRow
+from lightning_ppo.config import PPOConfig
+from lightning_ppo.errors import StepError
+from lightning_ppo.models.micro_batch import MicroBatch, collate, plan_micro_batches
+from lightning_ppo.ranks import Ranks
+from lightning_ppo.residency import Residency
+
+
+class SumMetrics:
+    """Sums over micro-batches, in float64, reduced over ranks once at the close."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+
+    def add(self, **values: Tensor) -> None:
+        """Add detached scalars."""
+        for name, value in values.items():
+            self._sums[name] = self._sums[name] + value.detach().double().cpu()
+
+    def reduced(self, ranks: Ranks) -> "defaultdict[str, float]":
+        """Sum over ranks; unknown names are 0. A collective: ranks without rows take part."""
+        totals = torch.stack([self._sums[name] for name in METRICS])
+        ranks.sum_(totals)
+        return defaultdict(float, zip(METRICS, totals.tolist(), strict=True))
+
+
+METRICS = (
+    "tokens",
+    "sequences",
+    "loss_main",
+    "loss_unit",
+    "loss_regularizer",
+    "approx_kl",
+    "clipped",
+    "ratio",
+    "logprobs",
+    "kl",
+    "mismatch_kl",
+    "weights",
+    "out_of_bounds",
+)
+"""Fixed, so that every rank reduces the same vector even if it had no rows."""
+
+
+def trainable_micro_batches(
+    rows: Sequence[TrainRow], max_tokens: int, device: torch.device
+) -> Iterator[tuple[MicroBatch, list[TrainRow]]]:
+    """Yield micro-batches of the rows that have a trained token, one at a time.
+
+    Only one micro-batch exists at once: neither padded tensors nor graphs of the whole step are kept.
+    """
+    chosen = [row for row in rows if bool(row.mask.any())]
+    trajectories = [row.trajectory for row in chosen]
+    for indices in plan_micro_batches([t.num_tokens for t in trajectories], max_tokens):
+        yield collate(trajectories, indices, device), [chosen[i] for i in indices]
+
+
+Losses = list[tuple[Tensor, tuple[str, ...]]]
+"""The loss of each micro-batch with the ids of its samples."""
+
+
+class SplitUpdate:
+    """begin, train_chunk as often as chunks arrive, finish (one optimizer step), abort.
+
+    Args:
+        name: `policy` or `critic`, for errors.
+        accumulator: Buffers for the model's gradients.
+        config: Losses and clipping.
+        ranks: Counts and metrics are summed over these.
+        residency: Tells the device.
+        backward: Runs a backward pass (Lightning's `manual_backward`).
+        optimizer_step: Makes one optimizer step from the parameters' `.grad`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        accumulator: GradientAccumulator,
+        config: PPOConfig,
+        ranks: Ranks,
+        residency: Residency,
+        backward: Callable[..., None],
+        optimizer_step: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.accumulator = accumulator
+        self.config = config
+        self._ranks = ranks
+        self._residency = residency
+        self._backward = backward
+        self._optimizer_step = optimizer_step
+        self._sums = SumMetrics()
+
+    def begin(self) -> None:
+        """Open an update with empty gradients.
+
+        Raises:
+            UpdateInProgressError: one is open already.
+        """
+        self.accumulator.begin()
+        self._sums = SumMetrics()
+
+    def abort(self) -> None:
+        """Drop what was accumulated; safe at any time."""
+        self.accumulator.abort()
+
+    def _check(self, losses: Losses, rows: Sequence[TrainRow], where: str) -> None:
+        if losses and not bool(torch.isfinite(torch.stack([loss for loss, _ in losses])).all()):
+            loss, ids = next((value, ids) for value, ids in losses if not bool(torch.isfinite(value)))
+            raise StepError(f"{self.name} loss is {float(loss)} in {where}, samples {', '.join(ids)}")
+        if not self.accumulator.is_finite():
+            ids = tuple(row.trajectory.sample_id for row in rows)
+            raise StepError(f"{self.name} gradient is not finite after {where}, samples {', '.join(ids)}")
+
+    def _step(self, coefficients: dict[str, float], count: float, max_norm: float | None) -> float:
+        flat = self.accumulator.close({name: factor / count for name, factor in coefficients.items()})
+        norm = clip_to_norm(flat, max_norm)
+        if not norm < float("inf"):
+            raise StepError(f"{self.name} gradient norm is {norm} after the sum over ranks")
+        with self.accumulator.as_grads(flat):
+            self._optimizer_step()
+        return norm

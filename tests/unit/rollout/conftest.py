@@ -1,0 +1,76 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lightning_ppo.rollout.collector import Collector
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.rollout.reward import RewardFunction
+from lightning_ppo.rollout.samplers import make_sampler
+from lightning_ppo.rollout.stream import PromptStream
+from lightning_ppo.testing import CHARACTERS, FakeEngine, char_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return char_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    template = (
+        "{% for m in messages %}{{ '|' if m.role == 'user' else '!' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    return char_tokenizer(template)
+
+
+@pytest.fixture
+def build(tokenizer: Any) -> Iterator[Callable[..., tuple[Collector, FakeEngine]]]:
+    """Build a collector over `rows` distinct prompts `^x=`; every collector is closed at the end."""
+    built: list[Collector] = []
+
+    def make(
+        engine: FakeEngine | None = None,
+        *,
+        rows: int = 16,
+        reward: Any = lambda response, answer: float(response == answer),
+        seed: int = 0,
+        shuffle: bool = False,
+        align: int = 1,
+        schedule: Any = None,
+        keep: Any = None,
+        **settings: Any,
+    ) -> tuple[Collector, FakeEngine]:
+        defaults = {
+            "num_prompts_per_step": 4,
+            "num_generations_per_prompt": 2,
+            "min_groups_for_streaming_train": 4,
+            "max_response_tokens": 6,
+            "timeout_s": 20.0,
+        }
+        config = RolloutConfig(**(defaults | settings))
+        engine = FakeEngine() if engine is None else engine
+        prompts = PromptSet(
+            [{"prompt": f"^{CHARACTERS[6 + row]}=", "answer": CHARACTERS[6 + row]} for row in range(rows)], tokenizer, 3
+        )
+        collector = Collector(
+            engine,
+            prompts,
+            PromptStream(rows, seed, shuffle, keep=keep),
+            RewardFunction(reward, prompts.columns, config.reward_timeout_s),
+            make_sampler(config),
+            config,
+            tokenizer=tokenizer,
+            run_seed=seed,
+            align=align,
+            stop_token_ids=(1,),
+            schedule=schedule,
+        )
+        built.append(collector)
+        return collector, engine
+
+    yield make
+    for collector in built:
+        collector.close()
