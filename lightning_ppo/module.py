@@ -193,7 +193,7 @@ class PPOModule(L.LightningModule):
             optimizers.append(optimizer)
             if make_scheduler is not None:
                 scheduler = make_scheduler(optimizer)
-                self._schedulers[name] = scheduler  # type: ignore[assignment]
+                self._schedulers[name] = scheduler
                 configs.append({"scheduler": scheduler, "name": f"{name}/lr"})
         return optimizers, configs
 
@@ -229,7 +229,7 @@ class PPOModule(L.LightningModule):
     @override
     def on_train_start(self) -> None:
         # an epoch of unknown length validates at its end, which the closing chunk announces
-        self.trainer.val_check_batch = float("inf")  # type: ignore[attr-defined]
+        self.trainer.val_check_batch = float("inf")
         self.rollouts.start_rollouts(self.trainer.global_step, self.policy_version)
 
     def _start_engine(self) -> None:

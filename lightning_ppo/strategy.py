@@ -186,7 +186,7 @@ class StreamingPPOStrategy(DDPStrategy):
             return
         if self._deferred:
             log.warning(
-                "PPO step %d failed: %d checkpoint(s) asked for meanwhile are dropped; resume from the last one on disk",
+                "PPO step %d failed: %d checkpoint(s) asked for meanwhile are dropped; resume from the last on disk",
                 self._open_step,
                 len(self._deferred),
             )

@@ -48,7 +48,7 @@ class StepState:
         ranks.sum_(sums)
         oldest = max((int((self.policy_version - t.policy_versions).max()) for t in trajectories), default=0)
         staleness_max = ranks.stack(torch.tensor(float(oldest), dtype=torch.float64)).max()
-        return StepTotals(*sums.tolist(), float(staleness_max), self._fit(ranks))
+        return StepTotals(*[*sums.tolist(), float(staleness_max), self._fit(ranks)])
 
     def _fit(self, ranks: Ranks) -> float:
         local = ExplainedVariance()
