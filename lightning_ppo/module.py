@@ -258,11 +258,6 @@ class PPOModule(L.LightningModule):
     def on_validation_model_zero_grad(self) -> None:
         """Keep Lightning from clearing gradients around validation; ours are not in `.grad` anyway."""
 
-    @override
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave rows on the host; micro-batches move when they are trained."""
-        return batch
-
     # ------------------------------------------------------------------ validation and prediction
 
     @override

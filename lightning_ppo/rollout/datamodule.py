@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -217,14 +218,17 @@ class RolloutDataModule(L.LightningDataModule):
         return ChunkLoader(self._chunks)
 
     @override
-    def val_dataloader(self) -> list[list[Prompt]]:
-        dataset = self._validation_set
-        prompts = [] if dataset is None else [dataset[i] for i in range(len(dataset))]
-        return [prompts[i : i + VALIDATION_BATCH] for i in range(0, len(prompts), VALIDATION_BATCH)]
+    def val_dataloader(self) -> "PromptBatches | list[Prompt]":
+        return [] if self._validation_set is None else PromptBatches(self._validation_set, VALIDATION_BATCH)
 
     @override
-    def predict_dataloader(self) -> list[list[Prompt]]:
+    def predict_dataloader(self) -> "PromptBatches | list[Prompt]":
         return self.val_dataloader()
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Leave rows on the host; micro-batches move when they are trained."""
+        return batch
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -307,6 +311,23 @@ class ChunkLoader:
     def __iter__(self) -> Iterator[Chunk]:
         """Start the next PPO step's chunks."""
         return self._start()
+
+
+@dataclass(frozen=True)
+class PromptBatches:
+    """Prompts in file order, many at a time: the engine batches by itself."""
+
+    prompts: PromptSet
+    size: int
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return -(-len(self.prompts) // self.size)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        """Yield the batches."""
+        for start in range(0, len(self.prompts), self.size):
+            yield [self.prompts[i] for i in range(start, min(start + self.size, len(self.prompts)))]
 
 
 def _unwrap(message: Any) -> Any:

@@ -23,11 +23,11 @@ class LoopThread:
     """
 
     def __init__(self, name: str, on_crash: Callable[[BaseException], None]) -> None:
+        self._name = name
         self._on_crash = on_crash
         self._lock = threading.Lock()
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._running: tuple[threading.Thread, asyncio.AbstractEventLoop] | None = None
 
     def start(self) -> None:
         """Start the thread unless it runs.
@@ -36,10 +36,7 @@ class LoopThread:
             RolloutError: the thread was closed.
         """
         with self._lock:
-            if self._closed:
-                raise RolloutError("the rollout collector is closed; build a new one")
-            if self._thread.ident is None:
-                self._thread.start()
+            self._start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Run a coroutine in the loop; starts the thread if need be.
@@ -48,8 +45,8 @@ class LoopThread:
             RolloutError: the thread was closed.
         """
         try:
-            self.start()
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            with self._lock:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._start())
         except BaseException:
             coroutine.close()
             raise
@@ -88,43 +85,53 @@ class LoopThread:
             future.cancel()
 
     def call(self, function: Callable[[], object]) -> None:
-        """Call `function` in the loop's thread soon; without effect once the loop is closed."""
+        """Call `function` in the loop's thread soon; without effect unless the thread runs."""
         with self._lock:
-            if not self._closed:
-                self._loop.call_soon_threadsafe(function)
+            if self._running is not None and not self._closed:
+                self._running[1].call_soon_threadsafe(function)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Cancel every task and end the thread, waiting `timeout_s` at most; safe to call twice."""
         with self._lock:
-            if self._closed:
-                return
+            running = self._running
+            if running is not None and not self._closed:
+                running[1].call_soon_threadsafe(running[1].stop)
             self._closed = True
-            if self._thread.ident is None:
-                self._loop.close()
-                return
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._loop.stop)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            _log.warning(
-                "%s did not end within %g s: a reward function may hang; left behind", self._thread.name, timeout_s
-            )
+        if running is None:
+            return
+        running[0].join(timeout_s)
+        if running[0].is_alive():
+            _log.warning("%s did not end within %g s: a reward function may hang; left behind", self._name, timeout_s)
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+    def _start(self) -> asyncio.AbstractEventLoop:
+        if self._closed:
+            raise RolloutError("the rollout collector is closed; build a new one")
+        if self._running is None:
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+            self._running = thread, loop
+            thread.start()
+        return self._running[1]
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
         try:
-            self._loop.run_forever()
+            loop.run_forever()
         except BaseException as error:
             self._on_crash(error)
         finally:
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                # Less than close() waits, so that a task which ignores its cancellation cannot hold the thread.
-                self._loop.run_until_complete(asyncio.wait(tasks, timeout=2.0))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             with self._lock:
                 self._closed = True
-                self._loop.close()
+            try:
+                loop.run_until_complete(_cancel_all())
+            finally:
+                loop.close()
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        # Less than close() waits, so that a task which ignores its cancellation cannot hold the thread.
+        await asyncio.wait(others, timeout=2.0)

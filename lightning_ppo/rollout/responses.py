@@ -53,6 +53,11 @@ class Responder:
                 raise
             # A task group takes a cancelled child for one that was given up on purpose; this one was not.
             raise RolloutError(f"the engine cancelled request {request_id}; look at its log") from error
+        except SystemExit as error:
+            # asyncio would end the whole event loop over it.
+            raise EngineError(
+                f"the engine called exit({error.code}) in request {request_id}; look at its log"
+            ) from error
         _check(generation, request)
         text = self._tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)  # type: ignore[attr-defined]
         reward = await self._reward(prompt, text, generation.finish_reason)

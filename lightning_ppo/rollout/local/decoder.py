@@ -1,8 +1,7 @@
 """The fast decoder for Llama- and Qwen-style models: a static key-value cache and a batch of constant shape.
 
 A row's results do not depend on the other rows, bit for bit: the shapes of the matrices never change with the load,
-masked positions get an attention weight of exactly zero (so the attention window may be cut), and the activation works
-on a padded width.
+attention treats each row by itself (see `attention.py`), and the activation works on a padded width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from lightning_ppo.rollout.local.attention import CachedAttention
 from lightning_ppo.rollout.local.decoder_weights import LayerWeights, aligned_width
 from lightning_ppo.rollout.local.skeleton import Skeleton
 
-_WINDOW_TOKENS = 32
 _PREFILL_TOKENS = 16
-# Below these sizes torch leaves the BLAS for loops of its own (LinearAlgebra.cpp: 400; oneDNN for bfloat16: 16^3), so
-# the window must not cross them.
-_BLAS_ELEMENTS = 400
-_ONEDNN_ELEMENTS = 16**3
-
-
-def round_up(value: int, unit: int) -> int:
-    """Smallest multiple of `unit` that is at least `value`."""
-    return -(-value // unit) * unit
 
 
 class NativeDecoder:
@@ -51,7 +41,6 @@ class NativeDecoder:
         self._head_dim: int = getattr(config, "head_dim", None) or self._hidden // self._heads
         self._eps: float = config.rms_norm_eps
         self._act = ACT2FN[config.hidden_act]
-        self._scale = self._head_dim**-0.5
         inner = skeleton.shapes["model.layers.0.mlp.gate_proj.weight"][0]
         width = aligned_width(inner, slots, num_threads)
         self._layers = [LayerWeights(skeleton, i, width, device, dtype) for i in range(config.num_hidden_layers)]
@@ -65,11 +54,10 @@ class NativeDecoder:
         )
         self._flat = self._cache.view(len(self._layers), 2, -1, self._head_dim)
         self._base = torch.arange(slots * self._kv_heads, device=device)[:, None] * max_context_tokens
-        self._columns = torch.arange(max_context_tokens, device=device)
         self._cos, self._sin = self._rotary()
-        group = self._heads // self._kv_heads
-        need = max(_BLAS_ELEMENTS / group, _ONEDNN_ELEMENTS / (slots * self._heads)) / self._head_dim
-        self._min_window = round_up(max(int(need) + 1, _WINDOW_TOKENS), _WINDOW_TOKENS)
+        self._attention = CachedAttention(
+            self._heads, self._kv_heads, self._head_dim, max_context_tokens, device, dtype
+        )
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take new weights, by canonical name; keys and values in the cache stay as they are."""
@@ -91,7 +79,7 @@ class NativeDecoder:
             prompt is finite and is overwritten before it is read.
         """
         known = len(token_ids) - 1
-        padded = min(round_up(known, _PREFILL_TOKENS), self._context)
+        padded = min(-(-known // _PREFILL_TOKENS) * _PREFILL_TOKENS, self._context)
         ids = torch.zeros(padded, dtype=torch.int64)
         ids[:known] = torch.tensor(token_ids[:known])
         hidden = F.embedding(ids.to(self._device), self._embed)
@@ -109,7 +97,6 @@ class NativeDecoder:
                     kept[None, index, 0],
                     kept[None, index, 1],
                     is_causal=True,
-                    scale=self._scale,
                     enable_gqa=self._heads != self._kv_heads,
                 )
                 self._finish(layer, hidden, mixed[0].transpose(0, 1).reshape(padded, -1))
@@ -131,13 +118,10 @@ class NativeDecoder:
         Returns:
             `[slots, V]` float32.
         """
-        window = self._window(int(positions.max()) + 1)
         position = torch.from_numpy(positions).to(self._device)
         per_head = position[:, None].expand(-1, self._kv_heads).reshape(-1, 1)
         where = (self._base + per_head).view(-1)
-        hidden_part = self._columns[:window] > per_head
-        mask = torch.zeros(hidden_part.shape, device=self._device, dtype=self._dtype)
-        mask = mask.masked_fill_(hidden_part, float("-inf"))[:, None]
+        windows = self._attention.plan(positions, per_head)
         cos, sin = self._cos[position][:, None], self._sin[position][:, None]
         hidden = F.embedding(torch.from_numpy(tokens).to(self._device), self._embed)
         for index, layer in enumerate(self._layers):
@@ -147,17 +131,9 @@ class NativeDecoder:
             values.index_copy_(0, where, value.reshape(-1, self._head_dim))
             shape = (-1, self._context, self._head_dim)
             grouped = query.reshape(-1, self._heads // self._kv_heads, self._head_dim)
-            scores = torch.baddbmm(mask, grouped, keys.view(shape)[:, :window].transpose(1, 2), alpha=self._scale)
-            shares = scores.softmax(-1, dtype=torch.float32).to(self._dtype)
-            mixed = torch.bmm(shares, values.view(shape)[:, :window])
+            mixed = self._attention.attend(grouped, keys.view(shape), values.view(shape), windows)
             self._finish(layer, hidden, mixed.view(self._slots, -1))
         return torch.mm(F.rms_norm(hidden, (self._hidden,), self._norm, self._eps), self._head).float()
-
-    def _window(self, longest: int) -> int:
-        # GPU libraries choose kernels by shape; there the window never changes.
-        if self._device.type != "cpu":
-            return self._context
-        return min(round_up(max(longest, self._min_window), _WINDOW_TOKENS), self._context)
 
     def _project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = F.rms_norm(hidden, (self._hidden,), layer.input_norm, self._eps)

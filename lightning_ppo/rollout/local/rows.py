@@ -44,7 +44,7 @@ class RowTable:
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: dict[int, int] = {}
         self._rules: RowRules | None = None
-        self._in_use = self.all_rows[:0]
+        self._in_use: np.ndarray | None = None
 
     @property
     def has_free(self) -> bool:
@@ -54,6 +54,8 @@ class RowTable:
     @property
     def in_use(self) -> np.ndarray:
         """Numbers of the rows in use, ascending."""
+        if self._in_use is None:
+            self._in_use = np.flatnonzero(self.active)
         return self._in_use
 
     def place(self, submit: Submit) -> int:
@@ -99,7 +101,7 @@ class RowTable:
             logits, self._rules_for(rows, logits.device), torch.from_numpy(uniforms).to(logits.device)
         )
         tokens, logprobs = device_tokens.cpu().numpy(), device_logprobs.cpu().numpy()
-        used = self._in_use
+        used = self.in_use
         if len(rows) != len(used):
             chosen = self.active[rows]
             tokens, logprobs = tokens[chosen], logprobs[chosen]
@@ -143,7 +145,7 @@ class RowTable:
 
     def _changed(self) -> None:
         self._rules = None
-        self._in_use = np.flatnonzero(self.active)
+        self._in_use = None
 
     def _set_stops(self, row: int, stops: Sequence[int]) -> None:
         if len(stops) > self._stops.shape[1]:

@@ -184,6 +184,11 @@ def test_an_overflowing_ratio_that_is_clipped_has_no_gradient(advantage, dual):
     assert new.grad.tolist() == [[0.0, -1.0]]
 
 
+def test_a_token_without_advantage_is_not_counted_as_clipped():
+    got = policy_loss(f64(1.0, -1.0), f64(0.0, 0.0), f64(0.0, -1.0), torch.ones(1, 2).bool(), clip_eps=0.2)
+    assert got.clipped_tokens.item() == 1
+
+
 def test_an_overflow_that_nothing_clips_stays_visible():
     got = policy_loss(
         torch.tensor([[200.0]]), torch.zeros(1, 1), torch.tensor([[-1.0]]), torch.ones(1, 1).bool(), clip_eps=0.2
@@ -215,30 +220,6 @@ def test_only_the_policy_and_the_critic_get_gradients():
     weights, _ = importance_weights(new, leaves[0], mask, "token")
     assert all(leaf.grad is None for leaf in leaves)
     assert not weights.requires_grad
-
-
-def test_importance_weights_per_kind():
-    old, rollout = f64(*map(math.log, [1.0, 3.0, 0.5, 7.0])), f64(0.0, 0.0, 0.0, 0.0)
-    mask = torch.tensor([[True, True, True, False]])
-    assert importance_weights(old, rollout, mask, "none") == (None, torch.tensor(0.0, dtype=torch.float64))
-    weights, outside = importance_weights(old, rollout, mask, "token")
-    torch.testing.assert_close(weights, f64(1.0, 3.0, 0.5, 1.0))
-    assert outside.item() == 0
-    weights, outside = importance_weights(old, rollout, mask, "truncated", clip_min=0.6, clip_max=2.0)
-    torch.testing.assert_close(weights, f64(1.0, 2.0, 0.6, 1.0))
-    assert outside.item() == 2
-    with pytest.raises(ValueError, match=r"^kind=icepop is unknown; choose one of none, token, truncated$"):
-        importance_weights(old, rollout, mask, "icepop")
-
-
-@pytest.mark.parametrize("kind", ["token", "truncated"])
-def test_a_weight_that_is_not_finite_drops_the_token(kind):
-    old, rollout = f64(0.0, math.nan, 0.0, 0.0), f64(-math.inf, 0.0, math.inf, 0.0)
-    mask = torch.ones(1, 4).bool()
-    weights, outside = importance_weights(old, rollout, mask, kind, clip_min=0.5)
-    floor = 0.5 if kind == "truncated" else 0.0
-    assert weights.tolist() == [[0.0, 0.0, floor, 1.0]]
-    assert outside.item() == (3 if kind == "truncated" else 2)
 
 
 def test_value_loss_properties():

@@ -1,8 +1,10 @@
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from lightning_ppo.batch import PromptGroup
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.prompts import PromptSet
@@ -74,3 +76,45 @@ def build(tokenizer: Any) -> Iterator[Callable[..., tuple[Collector, FakeEngine]
     yield make
     for collector in built:
         collector.close()
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], bool]], None]:
+    """Wait, bounded, until another thread has made something true."""
+
+    def wait(ready: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not ready():
+            assert time.monotonic() < deadline, "never became true"
+            time.sleep(0.001)
+
+    return wait
+
+
+@pytest.fixture
+def train() -> Callable[..., list[list[tuple[PromptGroup, ...]]]]:
+    """Train steps as the strategy does: chunks, refit, version, release. Returns the chunks of every step."""
+
+    def run(
+        collector: Collector,
+        engine: FakeEngine,
+        steps: range,
+        size: int = 4,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[list[tuple[PromptGroup, ...]]]:
+        if steps.start not in engine.versions:
+            engine.update_weights([], steps.start)
+        collector.start(steps.start, steps.start)
+        seen = []
+        for step in steps:
+            chunks: list[tuple[PromptGroup, ...]] = []
+            while (left := size - sum(map(len, chunks))) > 0:
+                between()
+                chunks.append(collector.next_groups(step, left, lambda: None))
+            engine.update_weights([], step + 1)
+            collector.publish_version(step + 1)
+            collector.release([group.draw for chunk in chunks for group in chunk])
+            seen.append(chunks)
+        return seen
+
+    return run

@@ -40,14 +40,22 @@ def test_chat_messages_use_the_template_once(chat_tokenizer: Any) -> None:
 
 
 def test_chat_ids_equal_what_transformers_gives(chat_tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "d"}]
+    messages = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
     expected = chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert tokenize_prompt(messages, chat_tokenizer)[1] == tuple(expected)
 
 
 # Pitfall 61: earlier answers in the prompt are prompt.
 def test_earlier_answers_are_part_of_the_prompt(chat_tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
     prompt = PromptSet([{"prompt": messages}], chat_tokenizer, 10)[0]
     assert prompt.token_ids == ids("|a!b|c=")
 

@@ -120,7 +120,20 @@ def test_numbers_that_are_accepted(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -math.inf, None, "1", [1.0], torch.ones(1), torch.tensor(math.nan), np.ones(1), 1j, 10**400, {}],
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        None,
+        "1",
+        [1.0],
+        torch.ones(1),
+        torch.tensor(math.nan),
+        np.ones(1),
+        1j,
+        10**400,
+        {},
+    ],
 )
 def test_anything_else_is_an_error_that_names_the_prompt(value: Any) -> None:
     with pytest.raises(RewardError, match=r"prompt row 3, counted from 0: '\^a='") as error:
@@ -160,7 +173,9 @@ def test_timeout_of_the_rewards_own_is_not_taken_for_the_deadline() -> None:
 
 
 # A task group would take these for a group that was given up on purpose, or end the event loop.
-@pytest.mark.parametrize(("raised", "message"), [(asyncio.CancelledError(), "cancelled from within"), (SystemExit(2), "SystemExit")])
+@pytest.mark.parametrize(
+    ("raised", "message"), [(asyncio.CancelledError(), "cancelled from within"), (SystemExit(2), "SystemExit")]
+)
 def test_cancellation_and_exit_from_within_are_errors(raised: BaseException, message: str) -> None:
     async def reward(response):
         raise raised

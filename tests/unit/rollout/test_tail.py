@@ -95,7 +95,9 @@ def test_group_alignment(generations: int, dp_sizes: tuple, micro_batch_rows: tu
     assert got == align
 
 
-@given(st.integers(1, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3), st.lists(st.integers(1, 24), max_size=3))
+@given(
+    st.integers(1, 20), st.lists(st.integers(1, 12), min_size=1, max_size=3), st.lists(st.integers(1, 24), max_size=3)
+)
 def test_group_alignment_is_the_smallest_that_divides(generations: int, dp: list[int], micro: list[int]) -> None:
     align = group_alignment(generations=generations, dp_sizes=dp, micro_batch_rows=micro)
 

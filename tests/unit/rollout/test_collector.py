@@ -1,0 +1,351 @@
+import random
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ppo.errors import CheckpointError, ConfigError, DataError, RolloutError
+from lightning_ppo.rollout.schedule import ChunkSchedule
+from lightning_ppo.rollout.stream import sample_seed
+from lightning_ppo.testing import FakeEngine
+
+
+def draws(chunks: Any) -> list[list[int]]:
+    return [[group.draw for group in chunk] for chunk in chunks]
+
+
+def all_draws(steps: Any) -> list[int]:
+    return [group.draw for chunks in steps for chunk in chunks for group in chunk]
+
+
+def contents(steps: Any) -> list[tuple]:
+    """Everything of every trained row that must be reproducible, in training order."""
+    return [
+        (row.sample_id, row.response_ids.tolist(), row.rollout_logprobs.tolist(), row.reward, row.finish_reason)
+        for chunks in steps
+        for chunk in chunks
+        for group in chunk
+        for row in group.trajectories
+    ]
+
+
+def draw_of(request: Any) -> int:
+    return int(request.request_id.split("_")[0].removeprefix("draw"))
+
+
+def jitter(request: Any) -> float:
+    return random.Random(request.seed).random() * 0.01
+
+
+def test_a_full_batch_is_the_next_draws_in_order_whatever_finishes_first(build, train) -> None:
+    delayed, engine = build(FakeEngine(delay_s=lambda request: 0.02 - 0.002 * draw_of(request)))
+    steps = train(delayed, engine, range(3))
+    assert [draws(chunks) for chunks in steps] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]]
+    prompt, engine = build()
+    assert contents(steps) == contents(train(prompt, engine, range(3)))
+
+
+def test_a_group_holds_what_the_engine_and_the_reward_said(build, train, tokenizer) -> None:
+    engine = FakeEngine(length=lambda request: 3 if draw_of(request) % 2 else 9)
+    collector, _ = build(engine, reward=lambda response, answer: len(response) + ord(answer) / 1000)
+    ((group, odd, *_),) = train(collector, engine, range(1))[0]
+    assert [row.sample_id for row in group.trajectories] == ["draw0_g0", "draw0_g1"]
+    assert group.prompt.text == "^a="
+    first, second = group.trajectories
+    assert first.prompt_ids.tolist() == [2, 6, 3]
+    assert first.prompt_ids.dtype == first.response_ids.dtype == first.policy_versions.dtype == torch.int64
+    assert first.rollout_logprobs.dtype == torch.float32
+    # Pitfall 61: the mask covers generated tokens and nothing of the prompt.
+    assert first.response_mask.tolist() == [True] * len(first.response_ids)
+    assert first.truncated
+    assert len(first.response_ids) == 6
+    assert first.response_ids.tolist() != second.response_ids.tolist(), "every response has a seed of its own"
+    stopped = odd.trajectories[0]
+    assert (stopped.finish_reason, stopped.response_ids[-1].item()) == ("stop", 1)
+    assert stopped.response_text == tokenizer.decode(stopped.response_ids[:-1].tolist(), skip_special_tokens=True)
+    assert stopped.reward == pytest.approx(len(stopped.response_text) + ord("b") / 1000)
+    seeds = {request.request_id: request.seed for request in engine.requests}
+    assert seeds["draw2_g1"] == sample_seed(0, 2, 1)
+    assert {request.sampling.max_tokens for request in engine.requests} == {6}
+
+
+@pytest.mark.parametrize("sampler", ["in_order", "ready_first"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_any_number_of_steps(build, train, sampler: str, steps: int) -> None:
+    # Pitfalls 88 (no rollouts follow the last step) and 76 (nothing is dispatched at lookahead 0).
+    collector, engine = build(sampler=sampler, max_inflight_prompts=1, min_groups_for_streaming_train=1)
+    seen = train(collector, engine, range(steps))
+    assert sorted(all_draws(seen)) == list(range(4 * steps))
+
+
+# Pitfall 79.
+def test_a_data_set_of_one_and_a_half_batches_lasts_for_ever(build, train) -> None:
+    collector, engine = build(rows=6, shuffle=True)
+    rows = [group.prompt.row for chunks in train(collector, engine, range(6)) for chunk in chunks for group in chunk]
+    assert Counter(rows) == dict.fromkeys(range(6), 4)
+    assert all(sorted(rows[start : start + 6]) == list(range(6)) for start in range(0, 24, 6))
+
+
+def test_data_set_smaller_than_one_group_of_prompts(build, train) -> None:
+    collector, engine = build(rows=1)
+    (first, *_), *_ = train(collector, engine, range(2))
+    assert [group.prompt.row for group in first] == [0, 0, 0, 0]
+    texts = {tuple(row.response_ids.tolist()) for group in first for row in group.trajectories}
+    assert len(texts) > 1, "the same row gets new seeds at every draw"
+
+
+def test_streaming_takes_finished_groups_and_defers_a_short_tail(build, until) -> None:
+    collector, engine = build(
+        FakeEngine(holds=lambda request: True),
+        num_prompts_per_step=8,
+        num_generations_per_prompt=1,
+        min_groups_for_streaming_train=4,
+    )
+    collector.start(0, 0)
+    until(lambda: len(engine.held) == 8)
+    for draw in (7, 1, 4, 2):
+        engine.let_go(f"draw{draw}_g0")
+    assert draws([collector.next_groups(0, 8, lambda: None)]) == [[1, 2, 4, 7]]
+    # Three of four are finished: 3 < min(4, remaining), so the rest comes as one chunk.
+    for draw in (0, 3, 5):
+        engine.let_go(f"draw{draw}_g0")
+    until(lambda: len(engine.held) == 1)
+    polls: list[int] = []
+
+    def poll() -> None:
+        polls.append(1)
+        if len(polls) == 3:
+            engine.let_go()
+
+    assert draws([collector.next_groups(0, 4, poll, poll_s=0.01)]) == [[0, 3, 5, 6]]
+    assert len(polls) >= 3
+
+
+def test_chunks_are_aligned(build, until) -> None:
+    collector, engine = build(
+        FakeEngine(holds=lambda request: draw_of(request) > 2),
+        num_generations_per_prompt=1,
+        min_groups_for_streaming_train=1,
+        align=2,
+    )
+    collector.start(0, 0)
+    until(lambda: len(engine.requests) == 4)
+    assert draws([collector.next_groups(0, 4, lambda: None)]) == [[0, 1]]
+    engine.let_go()
+    assert draws([collector.next_groups(0, 2, lambda: None)]) == [[2, 3]]
+
+
+def test_a_commit_wakes_the_trainer_without_polling(build, until) -> None:
+    collector, engine = build(FakeEngine(holds=lambda request: True))
+    collector.start(0, 0)
+    until(lambda: len(engine.held) == 8)
+    polls: list[int] = []
+    thread = threading.Timer(0.05, engine.let_go)
+    thread.start()
+    # With the next poll an hour away only the commit itself can end this wait.
+    collector.next_groups(0, 4, lambda: polls.append(1), poll_s=3600)
+    thread.join(10)
+    assert polls == [1]
+
+
+# Pitfall 77.
+def test_groups_that_a_step_does_not_need_stay_for_the_next(build, until) -> None:
+    engine = FakeEngine(holds=lambda request: draw_of(request) >= 10)
+    collector, _ = build(engine, sampler="ready_first", max_lookahead_versions=2, num_generations_per_prompt=1)
+    collector.start(0, 0)
+    until(lambda: len(engine.held) == 2 and len(collector._buffer.ready()) == 10)
+    assert draws([collector.next_groups(0, 4, lambda: None)]) == [[0, 1, 2, 3]]
+    assert [group.draw for group in collector._buffer.ready()] == [4, 5, 6, 7, 8, 9]
+    assert draws([collector.next_groups(1, 4, lambda: None)]) == [[4, 5, 6, 7]]
+
+
+# Pitfall 80.
+def test_a_buffer_that_would_deadlock_is_rejected_with_the_number(build) -> None:
+    with pytest.raises(ConfigError, match=r"max_buffered_rollouts=7 .*deadlock.* = 8"):
+        build(max_lookahead_versions=1, max_buffered_rollouts=7)
+
+
+def test_the_instantiated_sampler_is_asked_again(build, monkeypatch) -> None:
+    from lightning_ppo.rollout.samplers import InOrderSampler
+
+    monkeypatch.setattr(InOrderSampler, "required_capacity", lambda self, size: 25 * size)
+    with pytest.raises(ConfigError, match=r"max_buffered_rollouts=8 .*deadlock; set >= 100"):
+        build()
+
+
+def test_step_that_does_not_divide_is_rejected(build) -> None:
+    with pytest.raises(ConfigError, match="set a multiple of 3"):
+        build(align=3)
+
+
+# Pitfall 73: the trainer is slow, generation runs ahead as far as it may.
+@pytest.mark.parametrize(("window", "expected"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2]), (2, [0, 0, 0, 1])])
+def test_start_version_of_every_trained_group(build, train, until, window: int, expected: list[int]) -> None:
+    collector, engine = build(max_lookahead_versions=window)
+
+    def until_ahead() -> None:
+        version = engine.version
+        until(lambda: len(engine.requests) == 2 * 4 * (version + window + 1))
+
+    steps = train(collector, engine, range(4), between=until_ahead)
+    assert [{group.start_version for chunk in chunks for group in chunk} for chunks in steps] == [{v} for v in expected]
+    assert [{group.target_step for chunk in chunks for group in chunk} for chunks in steps] == [{s} for s in range(4)]
+
+
+def test_the_gate_opens_with_the_version_and_not_before(build, until) -> None:
+    collector, engine = build()
+    collector.start(0, 0)
+    (*chunk,) = collector.next_groups(0, 4, lambda: None)
+    until(lambda: collector._pump.waiting_for == "the next policy version")
+    assert max(map(draw_of, engine.requests)) == 3
+    collector.publish_version(1)
+    until(lambda: len(engine.requests) == 16)
+    assert collector._buffer.occupied == 8, "rows in training hold their slots while the next step generates"
+    collector.release([group.draw for group in chunk])
+    assert collector._buffer.occupied == 4
+
+
+def test_with_the_smallest_buffer_generation_waits_for_the_release(build, until) -> None:
+    collector, engine = build(max_buffered_rollouts=4)
+    collector.start(0, 0)
+    groups = collector.next_groups(0, 4, lambda: None)
+    collector.publish_version(1)
+    until(lambda: collector._pump.waiting_for == "a buffer slot")
+    assert len(engine.requests) == 8
+    collector.release([group.draw for group in groups[:1]])
+    until(lambda: len(engine.requests) == 10)
+
+
+def test_at_most_so_many_groups_are_generated_at_once(build, until) -> None:
+    collector, engine = build(FakeEngine(holds=lambda request: True), max_inflight_prompts=2)
+    collector.start(0, 0)
+    for finished in range(0, 4, 2):
+        until(lambda: len(engine.requests) >= 2 * (finished + 2) and len(engine.held) == 4)
+        assert len(engine.requests) == 2 * (finished + 2)
+        assert collector._pump.waiting_for in ("an in-flight permit", "the next policy version")
+        engine.let_go()
+    assert len(collector.next_groups(0, 4, lambda: None)) == 4
+
+
+def test_versions_of_a_response_that_was_in_flight_during_a_refit(build, until) -> None:
+    engine = FakeEngine(length=4, holds=lambda request: draw_of(request) >= 4)
+    collector, _ = build(engine, max_lookahead_versions=1)
+    collector.start(0, 0)
+    collector.next_groups(0, 4, lambda: None)
+    until(lambda: len(engine.held) == 8)
+    engine.update_weights([], 1)
+    collector.publish_version(1)
+    engine.let_go()
+    (group, *_) = collector.next_groups(1, 4, lambda: None)
+    assert (group.start_version, group.end_version) == (0, 1)
+    assert group.trajectories[0].policy_versions.tolist() == [0, 0, 1, 1]
+
+
+def test_groups_of_a_failed_step_are_trained_again(build) -> None:
+    collector, _ = build(min_groups_for_streaming_train=4)
+    collector.start(0, 0)
+    first = collector.next_groups(0, 4, lambda: None)
+    collector.abandon()
+    assert collector.next_groups(0, 4, lambda: None) == first
+    assert collector.state_dict()["stream"]["cursor"] == 0
+
+
+def test_only_claimed_groups_can_be_released(build) -> None:
+    collector, _ = build()
+    collector.start(0, 0)
+    collector.next_groups(0, 4, lambda: None)
+    before = collector.state_dict()
+    with pytest.raises(ValueError, match="are not being trained"):
+        collector.release([0, 4])
+    assert collector.state_dict() == before
+
+
+# Pitfalls 95 and 97: stop after every step of two epochs, with the next step's rollouts in flight.
+@pytest.mark.parametrize("stop", range(1, 4))
+def test_a_resumed_run_trains_the_same_rows(build, train, stop: int) -> None:
+    settings: dict[str, Any] = {"rows": 6, "shuffle": True, "seed": 11}
+    whole = contents(train(*build(**settings), range(4)))
+    first, engine = build(FakeEngine(delay_s=jitter), **settings)
+    before = contents(train(first, engine, range(stop)))
+    state = first.state_dict()
+    assert state["stream"]["cursor"] == 4 * stop, "what is in flight does not count"
+    first.close()
+    second, engine = build(**settings)
+    second.load_state_dict(state)
+    assert before + contents(train(second, engine, range(stop, 4))) == whole
+
+
+def test_ready_first_loses_no_prompt_over_a_resume(build, train) -> None:
+    settings: dict[str, Any] = {"sampler": "ready_first", "max_lookahead_versions": 2, "rows": 8}
+    # Draw 1 is so slow that it is untrained when the run ends: the cursor must wait for it.
+    engine = FakeEngine(holds=lambda request: draw_of(request) == 1)
+    first, _ = build(engine, **settings)
+    before = all_draws(train(first, engine, range(2)))
+    state = first.state_dict()
+    first.close()
+    assert 1 not in before
+    assert state["stream"]["cursor"] == 1
+    second, engine = build(**settings)
+    second.load_state_dict(state)
+    after = all_draws(train(second, engine, range(2, 5)))
+    assert sorted(before + after) == list(range(20))
+    assert after[0] == 1
+
+
+def test_state_of_other_prompts_or_of_a_running_collector_is_refused(build) -> None:
+    collector, _ = build()
+    state = collector.state_dict()
+    with pytest.raises(CheckpointError, match="prompts differ"):
+        build(rows=15)[0].load_state_dict(state)
+    with pytest.raises(CheckpointError, match="seed=1 differs"):
+        build(seed=1)[0].load_state_dict(state)
+    collector.start(0, 0)
+    with pytest.raises(CheckpointError, match="run already"):
+        collector.load_state_dict(state)
+
+
+def test_recorded_chunks_are_replayed_whatever_finishes_first(build, train, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"min_groups_for_streaming_train": 1, "num_prompts_per_step": 6}
+    collector, engine = build(FakeEngine(delay_s=jitter), **settings)
+    recorded = train(collector, engine, range(3), 6)
+    path = tmp_path / "chunks.jsonl"
+    for step, chunks in enumerate(recorded):
+        ChunkSchedule.append(path, step, draws(chunks))
+    for delay_s in (0.0, lambda request: 0.01 - jitter(request)):
+        collector, engine = build(FakeEngine(delay_s=delay_s), replay_chunks=str(path), **settings)
+        again = train(collector, engine, range(3), 6)
+        assert [draws(chunks) for chunks in again] == [draws(chunks) for chunks in recorded]
+        assert contents(again) == contents(recorded)
+
+
+def test_a_recorded_chunk_waits_for_all_its_groups_and_takes_no_other(build, until) -> None:
+    engine = FakeEngine(holds=lambda request: draw_of(request) == 3)
+    collector, _ = build(engine, schedule=ChunkSchedule({0: ((3, 1), (0, 2))}, "recorded"))
+    collector.start(0, 0)
+    until(lambda: len(collector._buffer.ready()) == 3)
+    polls: list[int] = []
+
+    def poll() -> None:
+        polls.append(1)
+        if len(polls) == 3:
+            engine.let_go()
+
+    assert draws([collector.next_groups(0, 4, poll, poll_s=0.01)]) == [[1, 3]]
+    assert len(polls) >= 3
+    assert draws([collector.next_groups(0, 2, lambda: None)]) == [[0, 2]]
+    with pytest.raises(DataError, match="recorded has no PPO step 1"):
+        collector.next_groups(1, 4, lambda: None)
+
+
+def test_misuse_is_named(build) -> None:
+    collector, _ = build()
+    with pytest.raises(RolloutError, match="call start first"):
+        collector.next_groups(0, 4, lambda: None)
+    collector.start(0, 0)
+    with pytest.raises(RolloutError, match="started already"):
+        collector.start(0, 0)
+    with pytest.raises(ValueError, match=r"remaining=5 is not in 1\.\.4"):
+        collector.next_groups(0, 5, lambda: None)
