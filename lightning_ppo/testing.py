@@ -172,11 +172,18 @@ class FakeEngine:
         return tuple(self._held)
 
     def let_go(self, request_id: str | None = None) -> None:
-        """Answer one held request, or all; from any thread."""
-        names = self.held if request_id is None else (request_id,)
-        for name in names:
-            loop, future = self._held[name]
-            loop.call_soon_threadsafe(_resolve, future)
+        """Answer one held request, or all; from any thread. They no longer count as held when this returns.
+
+        Raises:
+            KeyError: `request_id` is not held.
+        """
+        if request_id is not None and request_id not in self._held:
+            raise KeyError(request_id)
+        for name in self.held if request_id is None else (request_id,):
+            # The event loop may take a request out at the same moment, because it was cancelled or another one failed.
+            held = self._held.pop(name, None)
+            if held is not None:
+                held[0].call_soon_threadsafe(_resolve, held[1])
 
     def die(self, log: str = "out of memory") -> None:
         """Fail every request, held ones too, and every health check from now on; from any thread."""

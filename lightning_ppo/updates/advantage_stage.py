@@ -126,9 +126,8 @@ class AdvantageStage:
         if config.kl_placement == "reward":
             kl = kl_estimate(padded(logprobs), padded(ref_logprobs), config.kl_type)
         value = padded(values)
-        rewards = token_rewards(
-            torch.tensor([self._reward(rows[i]) for i in indices], dtype=value.dtype), mask, kl, config.kl_coef
-        )
+        scores = torch.tensor([self._reward(rows[i]) for i in indices], dtype=value.dtype)
+        rewards = token_rewards(scores, mask, kl, config.kl_coef if kl is not None else 0.0)
         bootstrap = None
         if config.bootstrap_truncated:
             bootstrap = torch.tensor(

@@ -14,7 +14,7 @@ from torch import Tensor
 _WINDOW_TOKENS = 32
 # Reading a gathered row costs about this many times as much as reading a row in place (measured, copies included).
 _GATHER_COST = 6
-# Below this many multiplications torch leaves the BLAS for a loop of its own (bmm_out_or_baddbmm_ in LinearAlgebra.cpp),
+# Below this many multiplications torch leaves the BLAS for a loop of its own (bmm_out_or_baddbmm_, LinearAlgebra.cpp),
 # so a window must not cross it.
 _BLAS_ELEMENTS = 400
 

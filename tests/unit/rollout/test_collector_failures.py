@@ -127,18 +127,18 @@ def test_nothing_finished_within_the_deadline(build) -> None:
 
 
 def test_the_deadline_starts_anew_with_every_commit(build) -> None:
-    # Four groups, 0.1 s apart and one after the other: 0.4 s in all, never 0.3 s without one.
-    collector, _ = build(FakeEngine(delay_s=0.1), timeout_s=0.3, max_inflight_prompts=1)
+    # Four groups, 0.3 s apart and one after the other: 1.2 s in all, never a second without one.
+    collector, _ = build(FakeEngine(delay_s=0.3), timeout_s=1.0, max_inflight_prompts=1)
     collector.start(0, 0)
     assert len(collector.next_groups(0, 4, lambda: None)) == 4
 
 
 def test_time_in_training_does_not_count_as_waiting(build, until) -> None:
     engine = FakeEngine(holds=lambda request: draw_of(request) >= 4)
-    collector, _ = build(engine, timeout_s=0.3)
+    collector, _ = build(engine, timeout_s=0.7)
     collector.start(0, 0)
     collector.next_groups(0, 4, lambda: None)
-    time.sleep(0.35)
+    time.sleep(0.8)
     collector.publish_version(1)
     threading.Timer(0.05, lambda: (until(lambda: len(engine.held) == 8), engine.let_go())).start()
     assert len(collector.next_groups(1, 4, lambda: None)) == 4
