@@ -129,7 +129,7 @@ def test_failed_step_drops_its_saves_and_keeps_the_last_checkpoint(make_run, tmp
         run.fit()
     assert not (tmp_path / "torn.ckpt").exists()
     (path,) = (tmp_path / "saved").iterdir()
-    resumed = make_run(4, callbacks=[every_step(tmp_path / "more")], enable_checkpointing=True)
+    resumed = make_run(4, callbacks=[every_step(tmp_path / "saved")], enable_checkpointing=True)
     resumed.fit(path)
     straight = make_run(4)
     straight.fit()
@@ -153,7 +153,7 @@ def test_failing_write_leaves_the_previous_checkpoint(make_run, tmp_path, monkey
     with pytest.raises(OSError, match="disk full"):
         run.fit()
     (path,) = (tmp_path / "saved").iterdir()
-    resumed = make_run(3, callbacks=[every_step(tmp_path / "more")], enable_checkpointing=True)
+    resumed = make_run(3, callbacks=[every_step(tmp_path / "saved")], enable_checkpointing=True)
     resumed.fit(path)
     assert resumed.trainer.global_step == 3
 

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+from transformers import (
+    GPT2Config,
+    GPT2ForTokenClassification,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForTokenClassification,
+)
 
 from lightning_ppo.accumulator import GradientAccumulator
 from lightning_ppo.algorithms import RunningCentre
@@ -46,22 +53,40 @@ def llama_config(**changes: Any) -> LlamaConfig:
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
         "initializer_range": 0.3,
-        "bos_token_id": None,
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
     return LlamaConfig(**settings | changes)
 
 
+def gpt2_config(**changes: Any) -> GPT2Config:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return GPT2Config(**settings | changes)
+
+
 def tiny_policy(dtype: torch.dtype = torch.float64, temperature: float = 1.0, **changes: Any) -> PolicyModel:
+    """Llama, or GPT-2 in float64: Llama's norms compute in float32 whatever the parameters are."""
     torch.manual_seed(0)
+    if dtype == torch.float64:
+        return PolicyModel(GPT2LMHeadModel(gpt2_config(**changes)).to(dtype), temperature)
     return PolicyModel(LlamaForCausalLM(llama_config(**changes)).to(dtype), temperature)
 
 
 def tiny_critic(dtype: torch.dtype = torch.float64, **changes: Any) -> CriticModel:
+    """The same backbones with a random value head."""
     torch.manual_seed(1)
+    if dtype == torch.float64:
+        return CriticModel(GPT2ForTokenClassification(gpt2_config(num_labels=1, **changes)).to(dtype))
     return CriticModel(LlamaForTokenClassification(llama_config(num_labels=1, **changes)).to(dtype))
 
 
@@ -222,7 +247,6 @@ def kit() -> SimpleNamespace:
     return SimpleNamespace(
         Rig=Rig,
         config=config,
-        llama_config=llama_config,
         on_ranks=on_ranks,
         ordered_partitions=ordered_partitions,
         partitions=partitions,
