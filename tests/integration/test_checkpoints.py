@@ -114,6 +114,7 @@ def test_error_mode_refuses_a_save_inside_a_step(make_run, tmp_path):
         run.fit()
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_failed_step_drops_its_saves_and_keeps_the_last_checkpoint(make_run, tmp_path):
     """Pitfall 106: what is on disk after a failure is the last boundary, and it loads."""
     saver = every_step(tmp_path / "saved")
@@ -136,6 +137,7 @@ def test_failed_step_drops_its_saves_and_keeps_the_last_checkpoint(make_run, tmp
     assert same(resumed.weights(), straight.weights())
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_failing_write_leaves_the_previous_checkpoint(make_run, tmp_path, monkeypatch):
     """Pitfall 106: the old file goes only after the new one is complete."""
     saver = every_step(tmp_path / "saved")
