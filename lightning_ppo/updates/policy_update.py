@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ppo.algorithms import aggregate, apply_whitening, importance_weights, kl_loss_terms, policy_loss
+from lightning_ppo.algorithms import (
+    PolicyLoss,
+    aggregate,
+    apply_whitening,
+    importance_weights,
+    kl_loss_terms,
+    policy_loss,
+)
 from lightning_ppo.batch import TrainRow
 from lightning_ppo.errors import StepError
 from lightning_ppo.models.micro_batch import MicroBatch, pad_rows
@@ -28,7 +35,7 @@ class PolicyStats:
     grad_norm: float
     """Before clipping."""
     approx_kl: float
-    """KL(old || current), k3 estimate."""
+    """KL(old || current), k1 estimate."""
     clip_fraction: float
     ratio_mean: float
     entropy: float
@@ -92,6 +99,9 @@ class PolicyUpdate(SplitUpdate):
         Raises:
             StepError: no token was trained on any rank, or the gradient is NaN or infinite; nothing was updated.
         """
+        if not self._has_regularizer:
+            # a buffer of the model's size, and its sum over ranks, for nothing but zeros
+            coefficients = {name: factor for name, factor in coefficients.items() if name != REGULARIZER}
         sums = self._sums.reduced(self._ranks)
         count = sums["tokens"] if self.config.loss_level == "token" else sums["sequences"]
         if count == 0:
@@ -113,6 +123,10 @@ class PolicyUpdate(SplitUpdate):
             num_tokens=int(tokens),
             num_sequences=int(sums["sequences"]),
         )
+
+    @property
+    def _has_regularizer(self) -> bool:
+        return self.config.kl_placement == "loss" or self.config.entropy_coef > 0
 
     def _terms(self, batch: MicroBatch, rows: Sequence[TrainRow], plan: ChunkPlan) -> dict[str, Tensor]:
         config, device = self.config, self._residency.device
@@ -137,8 +151,8 @@ class PolicyUpdate(SplitUpdate):
             clip_max=config.importance_clip_max,
         )
 
-        def surrogate(advantages: Tensor) -> Tensor:
-            result = policy_loss(
+        def surrogate(advantages: Tensor) -> PolicyLoss:
+            return policy_loss(
                 logprobs,
                 old,
                 advantages,
@@ -149,18 +163,17 @@ class PolicyUpdate(SplitUpdate):
                 level=config.loss_level,
                 weights=weights,
             )
-            self._sums.add(clipped=result.clipped_tokens, ratio=result.ratio_sum, approx_kl=result.approx_kl_sum)
-            return result.loss
 
         main = surrogate(apply_whitening(advantages, mask, plan.centre, plan.scale))
-        terms = {MAIN: main}
+        self._sums.add(clipped=main.clipped_tokens, ratio=main.ratio_sum, approx_kl=main.approx_kl_sum)
+        terms = {MAIN: main.loss}
         if plan.with_unit:
-            terms[UNIT] = surrogate(torch.where(mask, torch.ones_like(advantages), torch.zeros_like(advantages)))
+            terms[UNIT] = surrogate(mask.to(advantages.dtype)).loss
         regularizer = self._regularizer(logprobs, entropy, mask, rows, padded)
         if regularizer is not None and plan.deferred:
             terms[REGULARIZER] = regularizer
         elif regularizer is not None:
-            terms[MAIN] = main + regularizer
+            terms[MAIN] = main.loss + regularizer
         self._count(terms, logprobs.detach(), old, rollout_logprobs, mask, weights, out_of_bounds)
         return terms
 

@@ -65,7 +65,7 @@ def test_life_of_an_engine(started, build, drive, request_of, sample_all, policy
         asyncio.run(engine.generate(request))
     with pytest.raises(EngineError, match="empty in the first update"):
         engine.update_weights([], 0)
-    with pytest.raises(EngineError, match="model.norm.weight is missing"):
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is missing"):
         engine.update_weights([(n, t) for n, t in model.state_dict().items() if n != "model.norm.weight"], 0)
     engine.update_weights(model.named_parameters(), 3)
     requests = [request_of((1, 2, 3), seed=seed, stop_token_ids=(4, 5)) for seed in range(50)]
@@ -192,7 +192,7 @@ def test_an_engine_that_does_not_answer_is_stopped_at_its_deadline(started, requ
     engine, model = started(update_timeout_s=0.3)
     pid = engine.pid
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(EngineError, match="update_timeout_s=0.3"):
+    with pytest.raises(EngineError, match=r"update_timeout_s=0\.3"):
         engine.update_weights(model.state_dict().items(), 1)
     assert _wait_gone(pid, 5)
     with pytest.raises(EngineDiedError):

@@ -27,7 +27,7 @@ SETTINGS = {
 }
 
 
-def _with_mild_rollout_logprobs(rows, policy):
+def _with_mild_rollout_logprobs(rows):
     """Log-probs of an engine that is a little off, so that some weights are truncated and others are not."""
     changed = []
     for row in rows:
@@ -44,14 +44,23 @@ def _with_mild_rollout_logprobs(rows, policy):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_policy_gradient_is_that_of_the_whole_step(kit, name, dtype, bound):
     policy = kit.tiny_policy(dtype)
-    rows = _with_mild_rollout_logprobs(kit.random_rows(4, seed=5, dtype=dtype, masked=(2,)), policy)
+    rows = _with_mild_rollout_logprobs(kit.random_rows(4, seed=5, dtype=dtype, masked=(2,)))
     rig = kit.Rig(policy, kit.config(**SETTINGS[name]), centre=0.45)
     whole = rig.gradient([rows])
-    # every order in float64; float32 only adds rounding, which the order of chunks does not change much
-    listing = kit.ordered_partitions(rows) if dtype == torch.float64 else kit.partitions(rows)
-    errors = [kit.relative_error(rig.gradient(chunks), whole) for chunks in listing]
-    assert len(errors) == (75 if dtype == torch.float64 else 15)
+    errors = [kit.relative_error(rig.gradient(chunks), whole) for chunks in kit.partitions(rows)]
+    assert len(errors) == 15
     assert max(errors) <= bound
+
+
+@pytest.mark.parametrize("mode", ["running", "batch"])
+def test_the_order_of_the_chunks_does_not_matter(kit, mode):
+    """All 75 ordered partitions of four rows, one of them masked: `batch` takes its origin from the first chunk."""
+    rows = kit.random_rows(4, seed=5, masked=(2,))
+    rig = kit.Rig(kit.tiny_policy(), kit.config(normalize_advantages=mode), centre=0.45)
+    whole = rig.gradient([rows])
+    errors = [kit.relative_error(rig.gradient(chunks), whole) for chunks in kit.ordered_partitions(rows)]
+    assert len(errors) == 75
+    assert max(errors) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -59,11 +68,11 @@ def test_policy_gradient_is_that_of_the_whole_step(kit, name, dtype, bound):
 )
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_critic_gradient_is_that_of_the_whole_step(kit, dtype, bound, clip):
-    rows = kit.random_rows(5, seed=6, dtype=dtype, masked=(0,))
+    rows = kit.random_rows(4, seed=6, dtype=dtype, masked=(0,))
     rig = kit.Rig(kit.tiny_critic(dtype), kit.config(value_clip_eps=clip))
     whole = rig.gradient([rows])
     errors = [kit.relative_error(rig.gradient(chunks), whole) for chunks in kit.partitions(rows)]
-    assert len(errors) == 52
+    assert len(errors) == 15
     assert max(errors) <= bound
 
 
@@ -82,7 +91,7 @@ def test_random_ragged_batches(kit, seed, mode):
 
 @pytest.mark.parametrize("mode", ["off", "running", "batch"])
 def test_statistics_do_not_depend_on_the_chunks(kit, mode):
-    rows = kit.random_rows(5, seed=7, masked=(1,))
+    rows = kit.random_rows(4, seed=7, masked=(1,))
     settings = kit.config(normalize_advantages=mode, entropy_coef=0.1, importance_correction="token")
     rig = kit.Rig(kit.tiny_policy(), settings, centre=0.2)
     whole = dataclasses.asdict(rig.step([rows]))
@@ -91,7 +100,7 @@ def test_statistics_do_not_depend_on_the_chunks(kit, mode):
         assert streamed == pytest.approx(whole, rel=1e-9, abs=1e-12)
     assert whole["ratio_mean"] == 1.0
     assert whole["num_tokens"] == sum(int(row.mask.sum()) for row in rows)
-    assert whole["num_sequences"] == 4
+    assert whole["num_sequences"] == 3
 
 
 def test_chunk_mode_depends_on_the_boundaries(kit):
