@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,15 +24,12 @@ from lightning_ppo.errors import ConfigError
 from lightning_ppo.models.critic import CriticModel
 from lightning_ppo.models.load import load_critic, load_policy, load_tokenizer
 from lightning_ppo.models.policy import PolicyModel
-from lightning_ppo.ppo_step import PPOStep, step_policy_optimizer
+from lightning_ppo.ppo_step import PPOStep, make_ppo_step
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.schedulers import default_critic_optimizer, default_policy_optimizer
 from lightning_ppo.strategy import StreamingPPOStrategy
-from lightning_ppo.timing import PhaseTimer
-from lightning_ppo.updates.advantage_stage import AdvantageStage
 from lightning_ppo.updates.critic_update import CriticUpdate
-from lightning_ppo.updates.normalization import AdvantageNormalizer
 from lightning_ppo.updates.policy_update import PolicyUpdate
 from lightning_ppo.validation import reject
 
@@ -80,11 +76,11 @@ class PPOModule(L.LightningModule):
         self.policy = PolicyModel(load_policy(policy))
         self.critic = CriticModel(load_critic(critic or policy, field="critic" if critic else "policy"))
         self._check_vocabulary(critic or policy)
-        # not a submodule: the reference is never trained and never checkpointed
-        self._reference: list[PolicyModel] = []
+        # in a tuple it is no submodule: the reference is never trained and never checkpointed
+        self._frozen: tuple[PolicyModel, ...] = ()
         if ppo.kl_placement != "none":
-            self._reference.append(PolicyModel(load_policy(reference or policy, field="reference")))
-            self._reference[0].requires_grad_(False)
+            self._frozen = (PolicyModel(load_policy(reference or policy, field="reference")),)
+            self._frozen[0].requires_grad_(False)
         elif reference is not None:
             raise reject(
                 "reference", reference, "is not used with kl_placement=none", "set ppo.kl_placement or drop it"
@@ -133,6 +129,11 @@ class PPOModule(L.LightningModule):
         """The critic's begin, train_chunk, finish, abort."""
         return self._ppo_step().critic_update
 
+    @property
+    def reference(self) -> PolicyModel | None:
+        """The frozen reference policy, if a KL is charged."""
+        return self._frozen[0] if self._frozen else None
+
     def callback(self, kind: type[AnyCallback]) -> AnyCallback:
         """Return the trainer's callback of this kind."""
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -177,8 +178,8 @@ class PPOModule(L.LightningModule):
         context = getattr(self.policy.model.config, "max_position_embeddings", None)
         check_context(context, rollouts.rollout)
         self.policy.temperature = rollouts.rollout.temperature
-        for reference in self._reference:
-            reference.temperature = rollouts.rollout.temperature
+        if self.reference is not None:
+            self.reference.temperature = rollouts.rollout.temperature
         self._context = context if context is not None else 2**16
         self.streaming_strategy.add_closer(rollouts.close)
         rollouts.prepare(self.tokenizer, self._context, self.policy.model.config.vocab_size)
@@ -199,31 +200,9 @@ class PPOModule(L.LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        strategy, timer = self.streaming_strategy, PhaseTimer()
-        residency, ranks = strategy.residency, strategy.ranks
-        residency.add("policy", self.policy, self._optimizers["policy"])
-        residency.add("critic", self.critic, self._optimizers["critic"])
-        reference = self._reference[0] if self._reference else None
-        if reference is not None:
-            residency.add("reference", reference)
-
-        def shared(model: torch.nn.Module) -> tuple[Any, ...]:
-            return strategy.accumulator(model.parameters()), self.ppo, ranks, residency, self.manual_backward
-
-        normalizer = AdvantageNormalizer(self.ppo.normalize_advantages, self.ppo.running_mean_decay, ranks)
+        self._step = make_ppo_step(self)
         if self._running_centre is not None:
-            normalizer.running = normalizer.running.from_state_dict(self._running_centre)
-        self._step = PPOStep(
-            module=self,
-            strategy=strategy,
-            stage=AdvantageStage(self.policy, self.critic, reference, self.ppo, residency, timer),
-            normalizer=normalizer,
-            policy_update=PolicyUpdate(self.policy, *shared(self.policy), lambda: step_policy_optimizer(self)),
-            critic_update=CriticUpdate(
-                self.critic, *shared(self.critic), lambda: strategy.step_optimizer(self._optimizers["critic"])
-            ),
-            timer=timer,
-        )
+            self._step.normalizer.load_state_dict(self._running_centre)
         self._start_engine()
 
     @override
@@ -264,9 +243,7 @@ class PPOModule(L.LightningModule):
     def on_validation_start(self) -> None:
         self._start_engine()
 
-    @override
-    def on_predict_start(self) -> None:
-        self._start_engine()
+    on_predict_start = on_validation_start
 
     @override
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
@@ -303,7 +280,7 @@ class PPOModule(L.LightningModule):
             at_boundary(checkpoint["loops"]["fit_loop"], steps)
         checkpoint[KEY] = {"ppo_step": steps, "policy_version": self.policy_version}
         if self._step is not None:
-            checkpoint[KEY]["running_centre"] = self._step.normalizer.running.state_dict()
+            checkpoint[KEY]["running_centre"] = self._step.normalizer.state_dict()
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -3,7 +3,9 @@
 import logging
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from lightning_ppo.batch import Chunk, StepBatch
 from lightning_ppo.callbacks.critic_epochs import CriticEpochs, shuffled_minibatches
@@ -205,11 +207,34 @@ class PPOStep:
         return times
 
 
-def step_policy_optimizer(module: "PPOModule") -> None:
-    """Call the hook that comes right before a policy optimizer step, then make the step."""
-    optimizer = module.optimizer("policy")
-    call_hooks(module.trainer, BeforePolicyStep(optimizer))
-    module.streaming_strategy.step_optimizer(optimizer)
+def make_ppo_step(module: "PPOModule") -> PPOStep:
+    """Wire models, updates and strategy together, once per fit."""
+    strategy, ppo, timer = module.streaming_strategy, module.ppo, PhaseTimer()
+    residency, ranks = strategy.residency, strategy.ranks
+    residency.add("policy", module.policy, module.optimizer("policy"))
+    residency.add("critic", module.critic, module.optimizer("critic"))
+    if module.reference is not None:
+        residency.add("reference", module.reference)
+
+    def step_policy() -> None:
+        call_hooks(module.trainer, BeforePolicyStep(module.optimizer("policy")))
+        strategy.step_optimizer(module.optimizer("policy"))
+
+    def step_critic() -> None:
+        strategy.step_optimizer(module.optimizer("critic"))
+
+    def shared(model: nn.Module) -> tuple[Any, ...]:
+        return strategy.accumulator(model.parameters()), ppo, ranks, residency, module.manual_backward
+
+    return PPOStep(
+        module=module,
+        strategy=strategy,
+        stage=AdvantageStage(module.policy, module.critic, module.reference, ppo, residency, timer),
+        normalizer=AdvantageNormalizer(ppo.normalize_advantages, ppo.running_mean_decay, ranks),
+        policy_update=PolicyUpdate(module.policy, *shared(module.policy), step_policy),
+        critic_update=CriticUpdate(module.critic, *shared(module.critic), step_critic),
+        timer=timer,
+    )
 
 
 def _policy_metrics(stats: tuple[PolicyStats, ...]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lightning_ppo as ppo
 from lightning_ppo.rollout.engine import Engine
+from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.testing import CHARACTERS, FakeEngine, char_tokenizer
 
 
@@ -136,5 +137,23 @@ def make_run(policy_folder: str, tmp_path: Path) -> Callable[..., Run]:
             lightning.fit(model, data, ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
 
         return Run(lightning, model, data, engine, fit)
+
+    return build
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Rollout settings for streaming runs whose chunk boundaries do not depend on timing: `cut(2, 1, 1)`."""
+
+    def build(*sizes: int, steps: int = 4) -> dict[str, Any]:
+        path = tmp_path / f"chunks_{'_'.join(map(str, sizes))}.jsonl"
+        first = 0
+        for step in range(steps):
+            chunks = []
+            for size in sizes:
+                chunks.append(range(first, first + size))
+                first += size
+            ChunkSchedule.append(path, step, chunks)
+        return {"min_groups_for_streaming_train": 1, "replay_chunks": str(path)}
 
     return build

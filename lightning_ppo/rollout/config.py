@@ -13,8 +13,8 @@ class RolloutConfig:
     Args:
         num_prompts_per_step: P: prompt groups per PPO step.
         num_generations_per_prompt: G: responses per prompt; a group is trained as a whole.
-        min_groups_for_streaming_train: Finished groups that are worth training on. Below `num_prompts_per_step` the step
-            streams: chunks are trained while the rest is still being generated. Equal to it: one full batch.
+        min_groups_for_streaming_train: Finished groups that are worth training on. Below `num_prompts_per_step` the
+            step streams: chunks are trained while the rest is still being generated. Equal to it: one full batch.
         sampler: `in_order` trains every prompt in the step it was drawn for; `ready_first` trains whatever is finished
             first (off-policy: needs importance correction).
         max_lookahead_versions: How many policy versions generation may run ahead of training. 0: every response is

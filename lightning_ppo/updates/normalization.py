@@ -7,6 +7,7 @@ with g[X] the gradient of the loss with advantages X, the whitened gradient is (
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,6 +90,14 @@ class AdvantageNormalizer:
             # earlier chunks without a valid token had no origin, and contributed nothing
             factors[UNIT] = -scale * (centre - (self._origin or 0.0))
         return factors
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running centre as plain numbers."""
+        return self.running.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved running centre."""
+        self.running = RunningCentre.from_state_dict(state)
 
     def commit(self) -> None:
         """Let the step, now completed, move the running centre."""

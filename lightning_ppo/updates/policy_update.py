@@ -164,7 +164,9 @@ class PolicyUpdate(SplitUpdate):
                 weights=weights,
             )
 
-        main = surrogate(apply_whitening(advantages, mask, plan.centre, plan.scale))
+        # in two steps, since a large centre does not fit a float32 and its rounding would shift every advantage
+        coarse = float(torch.tensor(plan.centre, dtype=advantages.dtype))
+        main = surrogate(apply_whitening(advantages - coarse, mask, plan.centre - coarse, plan.scale))
         self._sums.add(clipped=main.clipped_tokens, ratio=main.ratio_sum, approx_kl=main.approx_kl_sum)
         terms = {MAIN: main.loss}
         if plan.with_unit:

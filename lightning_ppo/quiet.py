@@ -1,0 +1,81 @@
+"""Keeps messages away that a PPO run always causes and that ask for nothing. Each filter says why it is safe."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_EXPECTED_WARNINGS = (
+    # Both models stay in eval mode on purpose: dropout would make the training forward another policy than the sampled.
+    r"Found \d+ module\(s\) in eval mode at the start of training",
+    # Checkpoints are written at PPO step boundaries, whatever state the optimizers are in (CheckpointExclusion).
+    r"Using ModelCheckpoint with manual optimization and every_n_train_steps",
+    # Lightning 2.6.6 on torch 2.13: Lightning's own tree utilities use the old name.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    # The module has a validation step, but validation prompts are optional.
+    r"Total length of `(list|PromptBatches|CombinedLoader)` across ranks is zero",
+    # Loaders hand over chunks and prompts of the collector; there is no work that DataLoader workers could take over.
+    r"The '\w+_dataloader' does not have many workers",
+    # A resumed run goes on in its own folder, where the earlier checkpoints are expected.
+    r"Checkpoint directory .* exists and is not empty",
+)
+
+_EXPECTED_LOGS = (
+    # Advertisements for other packages.
+    "💡 Tip:",
+    # Where the models and the engine compute is a setting; these lines come before anything of ours.
+    "GPU available:",
+    "TPU available:",
+    # The run's own last line says it with the place of its files.
+    "`Trainer.fit` stopped: `max_epochs=",
+)
+
+_LOAD_REPORT = "LOAD REPORT"
+"""Heads transformers' table of keys. `models/load.py` rejects every missing key but the new value head's."""
+
+
+class _DropExpected(logging.Filter):
+    """Drops log records that start like one of `_EXPECTED_LOGS`."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether the record is logged."""
+        return not record.getMessage().startswith(_EXPECTED_LOGS)
+
+
+class _DropLoadReport(logging.Filter):
+    """Drops transformers' load report."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether the record is logged."""
+        return _LOAD_REPORT not in record.getMessage()
+
+
+def quiet_expected_warnings() -> None:
+    """Silence what Lightning says about every PPO run. Safe to call twice; nothing else is silenced."""
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, _DropExpected) for known in logger.filters):
+            logger.addFilter(_DropExpected())
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Load Hugging Face folders without progress bars and without transformers' load report.
+
+    Other warnings of transformers are shown. The caller has to check for missing keys itself.
+    """
+    from transformers.utils import logging as hf_logging
+
+    bars_were_on = hf_logging.is_progress_bar_enabled()
+    logger = logging.getLogger("transformers.modeling_utils")
+    drop = _DropLoadReport()
+    hf_logging.disable_progress_bar()
+    logger.addFilter(drop)
+    try:
+        yield
+    finally:
+        logger.removeFilter(drop)
+        if bars_were_on:
+            hf_logging.enable_progress_bar()
