@@ -2,9 +2,9 @@
 
     python benchmarks/generation_speed.py
 
-The policy has the quickstart's size. Its output layer is nearly uniform and four of its 42 tokens stop, so responses are
-geometric with a mean of about 10 tokens and at most 48. Times are CPU seconds (of the engine's process for ours), so that
-other work on the machine disturbs little; each method runs `--repeats` times, interleaved, and the best run counts.
+The policy has the quickstart's size. Its output layer is nearly uniform and four of its 42 tokens stop, so responses
+are geometric with a mean of about 10 tokens and at most 48. Times are CPU seconds (of the engine's process for ours),
+so that other work on the machine disturbs little; the methods take turns, `--repeats` times, and the best run counts.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def make_policy() -> Any:
 
 
 def make_prompts(count: int, per_prompt: int) -> list[Prompt]:
-    """`^`, n symbols, `=`: n is 3 plus a geometric number, or (8 %) uniform in 16 to 36; each prompt `per_prompt` times."""
+    """`^`, n symbols, `=`, each `per_prompt` times: n is 3 plus a geometric number, or (8 %) uniform in 16 to 36."""
     rng = random.Random(0)
     prompts: list[Prompt] = []
     for _ in range(count // per_prompt):
@@ -134,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     policy = make_policy()
     prompts = make_prompts(args.requests, args.per_prompt)
-    with local_engine(policy, args.slots) as ours, torch.inference_mode():
+    with local_engine(policy, args.slots) as ours:
         methods = {
             "lightning_ppo local engine": ours,
             "transformers generate": transformers_generate(policy, args.slots),

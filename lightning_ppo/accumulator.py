@@ -75,18 +75,16 @@ class GradientAccumulator:
             raise UpdateInProgressError("no PPO step is open; call begin before the first backward pass")
         flat = self._buffer(buffer)
         for slot in self._slots:
-            parameter = slot.parameter
-            same = parameter.dtype == self._dtype and parameter.device == flat.device
-            parameter.grad = flat[slot.start : slot.stop].view_as(parameter) if same else None
+            view = flat[slot.start : slot.stop].view_as(slot.parameter)
+            slot.parameter.grad = view if self._adds_in_place(slot.parameter, flat) else None
         try:
             yield
             for slot in self._slots:
                 grad, view = slot.parameter.grad, flat[slot.start : slot.stop]
-                # autograd may replace a view instead of adding to it (e.g. under anomaly mode or for another layout)
+                # autograd may replace a view by the new total instead of adding to it (e.g. with create_graph)
                 if grad is not None and grad.data_ptr() != view.data_ptr():
-                    is_total = slot.parameter.dtype == self._dtype and slot.parameter.device == flat.device
                     update = grad.detach().reshape(-1).to(flat.device, self._dtype)
-                    view.copy_(update) if is_total else view.add_(update)
+                    view.copy_(update) if self._adds_in_place(slot.parameter, flat) else view.add_(update)
         finally:
             for slot in self._slots:
                 slot.parameter.grad = None
@@ -145,6 +143,10 @@ class GradientAccumulator:
             for slot in self._slots:
                 slot.parameter.grad = None
 
+    def _adds_in_place(self, parameter: nn.Parameter, flat: Tensor) -> bool:
+        # autograd wants a gradient with the parameter's own strides
+        return parameter.dtype == self._dtype and parameter.device == flat.device and parameter.is_contiguous()
+
     def _buffer(self, name: str) -> Tensor:
         if name not in self._buffers:
             device = self._slots[0].parameter.device if self._slots else torch.device("cpu")
@@ -153,12 +155,12 @@ class GradientAccumulator:
 
 
 def clip_to_norm(flat: Tensor, max_norm: float | None) -> float:
-    """Scale a flat gradient so that its norm is at most `max_norm`, in place.
+    """Scale a flat gradient so that its norm is at most `max_norm`, in place, by the rule of torch's `clip_grad_norm_`.
 
     Returns:
         The norm before clipping; infinite or NaN gradients are left alone, for the caller to reject.
     """
     norm = float(torch.linalg.vector_norm(flat))
-    if max_norm is not None and norm > max_norm and norm < float("inf"):
-        flat.mul_(max_norm / norm)
+    if max_norm is not None and norm < float("inf"):
+        flat.mul_(min(max_norm / (norm + 1e-6), 1.0))
     return norm

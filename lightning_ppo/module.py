@@ -25,6 +25,7 @@ from lightning_ppo.models.critic import CriticModel
 from lightning_ppo.models.load import load_critic, load_policy, load_tokenizer
 from lightning_ppo.models.policy import PolicyModel
 from lightning_ppo.ppo_step import PPOStep, make_ppo_step
+from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.schedulers import default_critic_optimizer, default_policy_optimizer
@@ -161,6 +162,7 @@ class PPOModule(L.LightningModule):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
+        quiet_expected_warnings()
         check_run(self.trainer, self)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         missing: list[Callback] = []

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from lightning_ppo.quiet import quiet_loading
 from lightning_ppo.validation import reject
 
 
@@ -40,7 +41,8 @@ def load_policy(folder: str, dtype: torch.dtype = torch.float32, field: str = "p
     """
     _check_folder(folder, field)
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        with quiet_loading():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     except (OSError, ValueError) as error:
         raise reject(field, folder, f"is no causal LM ({_line(error)})", "give a Hugging Face folder") from error
 
@@ -54,9 +56,10 @@ def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "c
     """
     _check_folder(folder, field)
     try:
-        model, info = AutoModelForTokenClassification.from_pretrained(
-            folder, num_labels=1, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        with quiet_loading():
+            model, info = AutoModelForTokenClassification.from_pretrained(
+                folder, num_labels=1, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise reject(field, folder, f"cannot carry a value head ({_line(error)})", "give another critic") from error
     missing = set(info["missing_keys"])

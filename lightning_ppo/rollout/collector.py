@@ -203,8 +203,7 @@ class Collector:
         """
         self._jobs += 1
         job = SampleJob(self._responder, prompts, seed_namespace, num_samples, sampling, self._run_seed, self._jobs)
-        what = f"{seed_namespace} responses"
-        return self._thread.wait(job.run(), what, timeout_s, lambda: self._check(poll), poll_s)
+        return self._thread.wait(job.run(), f"{seed_namespace} responses", timeout_s, lambda: self._check(poll), poll_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs: the prompt stream's ledger and the fingerprint of the prompts."""

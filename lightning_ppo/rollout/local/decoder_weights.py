@@ -17,8 +17,8 @@ _GRAIN = 32768
 def aligned_width(width: int, rows: int, num_threads: int) -> int:
     """Smallest padded width for which every thread's share of `[rows, width]` is a whole number of vectors.
 
-    Vector and scalar code of exp and the like differ in the last bit; without padding, the last elements of a batch
-    would depend on the row they are in.
+    Vector and scalar code of exp and the like differ in the last bit. Without padding, threads would split a batch in
+    the middle of a vector, and the elements there would differ from those of the other rows.
     """
     padded = -(-width // _VECTOR) * _VECTOR
     while (rows * padded) % (_VECTOR * min(num_threads, -(-rows * padded // _GRAIN))):

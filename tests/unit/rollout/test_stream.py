@@ -138,6 +138,16 @@ def test_one_empty_epoch_is_forgiven() -> None:
     assert take(stream, 2) == [2, 5]
 
 
+def test_an_epoch_that_was_handed_out_before_the_resume_is_not_empty() -> None:
+    first = PromptStream(4, seed=0, shuffle=False)
+    take(first, 2)
+    first.mark_trained([0, 1])
+    answers = iter([False] * 6 + [True])
+    resumed = PromptStream(4, seed=0, shuffle=False, keep=lambda row: next(answers))
+    resumed.load_state_dict(first.state_dict())
+    assert resumed.next_draw() == 8
+
+
 def test_no_rows() -> None:
     with pytest.raises(DataError, match="num_rows=0"):
         PromptStream(0, seed=0)

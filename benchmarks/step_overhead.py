@@ -1,0 +1,115 @@
+"""What Lightning and the plugin cost: a PPO step of ours against a bare torch loop doing the same maths, in one run.
+
+`python benchmarks/step_overhead.py --steps 20 --rounds 3`
+
+Both sides train the quickstart's policy and critic on 128 responses per step, one policy update, two critic epochs, one
+thread. Compared is the time per token spent on everything but generation and waiting for it. The rounds of both sides
+alternate, so that a busy machine hurts both; the medians are compared.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from bare_loop import run as run_bare
+
+import lightning_ppo as ppo
+
+ROOT = Path(__file__).resolve().parent.parent
+POLICY, PROMPTS = ROOT / "examples" / "tiny_policy", ROOT / "examples" / "sort.jsonl"
+CRITIC_EPOCHS = 2
+MICRO_BATCH_TOKENS = 1024
+SKIP = 2
+"""First steps of a round, which warm allocators and caches up."""
+
+
+def exact_match(prompt: str, response: str, answer: str) -> float:
+    """1 if the response is the answer."""
+    return float(response == answer)
+
+
+class Clock(ppo.PPOCallback):
+    """Takes the time from the end of one PPO step to the end of the next, Lightning's part included."""
+
+    def __init__(self) -> None:
+        self.last = 0.0
+        self.rows: list[dict[str, float]] = []
+
+    def on_ppo_step_end(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: Any) -> None:
+        """Record one step."""
+        now = time.perf_counter()
+        tokens = sum(row.trajectory.num_tokens for row in payload.batch.rows)
+        if payload.ppo_step > SKIP:
+            busy = {name: payload.metrics[f"time/{name}_s"] for name in ("value", "policy", "critic")}
+            period = now - self.last
+            self.rows.append({"period": period, "tokens": tokens, "wait": payload.metrics["time/wait_s"], **busy})
+        self.last = now
+
+
+def run_ours(steps: int) -> list[dict[str, float]]:
+    """One round of ours: full-batch steps with the quickstart's settings."""
+    clock = Clock()
+    module = ppo.PPOModule(
+        str(POLICY), ppo=ppo.PPOConfig(critic_ppo_epochs=CRITIC_EPOCHS, micro_batch_tokens=MICRO_BATCH_TOKENS)
+    )
+    rollout = ppo.RolloutConfig(min_groups_for_streaming_train=32, max_response_tokens=48)
+    data = ppo.RolloutDataModule(str(PROMPTS), exact_match, rollout=rollout)
+    trainer = L.Trainer(
+        strategy=ppo.StreamingPPOStrategy(),
+        accelerator="cpu",
+        max_epochs=steps + SKIP,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
+    return clock.rows
+
+
+def run_yardstick(steps: int) -> dict[str, float]:
+    """One round of the bare loop: seconds per token for each phase."""
+    result = run_bare(
+        POLICY, PROMPTS, steps, 0, CRITIC_EPOCHS, 6e-4, 1e-3, micro_batch_tokens=MICRO_BATCH_TOKENS
+    )
+    tokens = sum(record["response_tokens"] + record["prompt_tokens"] for record in result["history"])
+    return {name: result["seconds"][name] / tokens for name in ("values", "policy", "critic")}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    bare, rows = [], []
+    for _ in range(args.rounds):
+        bare.append(run_yardstick(args.steps))
+        rows += run_ours(args.steps)
+
+    def ours(name: str) -> float:
+        return statistics.median(row[name] / row["tokens"] for row in rows) * 1e6
+
+    def yard(name: str) -> float:
+        return statistics.median(row[name] for row in bare) * 1e6
+
+    pairs = (("value", "values"), ("policy", "policy"), ("critic", "critic"))
+    print("us per token            bare    ours   ratio")
+    for name, other in pairs:
+        print(f"{name:20s} {yard(other):7.1f} {ours(name):7.1f} {ours(name) / yard(other):7.3f}")
+    total = statistics.median((row["period"] - row["wait"]) / row["tokens"] for row in rows) * 1e6
+    inside = statistics.median(sum(row[n] for n, _ in pairs) / row["tokens"] for row in rows) * 1e6
+    yardstick = sum(yard(other) for _, other in pairs)
+    print(f"{'whole step - wait':20s} {yardstick:7.1f} {total:7.1f} {total / yardstick:7.3f}")
+    print(f"outside of the three phases: {(total - inside) / total:.1%} of a step (refit, hooks, loops, counters, logging)")
+    print(f"overhead against the bare loop: {total / yardstick - 1:+.1%}")
+
+
+if __name__ == "__main__":
+    main()
