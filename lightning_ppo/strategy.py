@@ -1,14 +1,19 @@
 """StreamingPPOStrategy: two models take turns, gradients survive a step, and a boundary is never torn."""
 
 import logging
+import signal
+import threading
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -16,7 +21,7 @@ from typing_extensions import override
 
 from lightning_ppo.accumulator import GradientAccumulator
 from lightning_ppo.errors import CheckpointError, ConfigError, UpdateInProgressError
-from lightning_ppo.ranks import Ranks
+from lightning_ppo.ranks import Ranks, Relay
 from lightning_ppo.residency import Residency
 
 log = logging.getLogger(__name__)
@@ -48,6 +53,7 @@ class StreamingPPOStrategy(DDPStrategy):
         self._closers: list[Callable[[], None]] = []
         self._deferred: dict[str, bool] = {}
         self._open_step: int | None = None
+        self._received_sigterm = False
         self.on_busy_checkpoint = "defer"
         """What a save inside a step does: `defer` it to the end of the step, or `error` (see `CheckpointExclusion`)."""
 
@@ -103,7 +109,37 @@ class StreamingPPOStrategy(DDPStrategy):
         self._closers.append(close)
 
     @override
+    def on_train_start(self) -> None:
+        self._take_over_sigterm()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._take_over_sigterm()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._take_over_sigterm()
+
+    def _take_over_sigterm(self) -> None:
+        """Replace Lightning's handler on several ranks: it broadcasts from wherever the program happens to be.
+
+        That collective would pair with another one of the other ranks. Ours leaves a note, and `relay` makes all ranks
+        leave together. Lightning puts the handler from before the run back at the end.
+        """
+        if self.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._note_sigterm)
+
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if not self._received_sigterm and self.launcher is not None:
+            self.launcher.kill(signal.SIGTERM)
+        self._received_sigterm = True
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
+        if isinstance(self.launcher, _SubprocessScriptLauncher):
+            # Lightning's observer would kill this process in the middle of its clean-up, once another rank is gone
+            observed, self.launcher.procs = self.launcher.procs, list(self.launcher.procs)
+            observed.clear()
         self._run_closers()
         super().on_exception(exception)
 
@@ -138,6 +174,16 @@ class StreamingPPOStrategy(DDPStrategy):
         if self.world_size == 1:
             return Ranks.single()
         return Ranks(rank=self.global_rank, world_size=self.world_size, sum_=self._sum)
+
+    @property
+    def relay(self) -> Relay:
+        """What rank 0 does while the others wait; SIGTERM to any rank ends the wait of all, with exit code 143."""
+        return Relay(
+            self.ranks,
+            self.broadcast,
+            is_stopped=lambda: self._received_sigterm or self._trainer().received_sigterm,
+            stop=lambda: SIGTERMException(128 + signal.SIGTERM),
+        )
 
     def accumulator(self, parameters: Iterable[nn.Parameter]) -> GradientAccumulator:
         """Make gradient buffers for a model."""

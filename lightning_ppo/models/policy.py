@@ -72,14 +72,16 @@ class PolicyModel(EvalModeModule):
         return self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
 
     @torch.no_grad()
-    def _logits_are_head_of_hidden(self, input_ids: Tensor) -> bool:
-        """Whether logits are just the output layer on the last hidden state (some models scale or cap them)."""
+    def _logits_are_head_of_hidden(self, input_ids: Tensor) -> bool | None:
+        """Whether logits are just the output layer on the last hidden state; None while that cannot be told."""
         head = self._output_layer()
         if head is None or self.model.base_model is self.model:
             return False
-        return torch.equal(
-            head(self._hidden(input_ids)).float(), self.model(input_ids=input_ids, use_cache=False).logits.float()
-        )
+        logits = self.model(input_ids=input_ids, use_cache=False).logits
+        if not bool(logits.any()):
+            # some models scale or cap their logits, and zeros look the same before and after
+            return None
+        return torch.equal(head(self._hidden(input_ids)).float(), logits.float())
 
     def _by_slice(
         self, head: nn.Module | None, states: Tensor, targets: Tensor, with_entropy: bool

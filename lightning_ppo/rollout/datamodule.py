@@ -4,23 +4,23 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_ppo.batch import Chunk, Prompt, Trajectory
 from lightning_ppo.errors import RolloutError
+from lightning_ppo.ranks import Relay
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
 from lightning_ppo.rollout.engine import Engine, PolicySpec, SamplingParams
+from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local import LocalEngine
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.reward import RewardFunction
@@ -28,6 +28,8 @@ from lightning_ppo.rollout.samplers import make_sampler
 from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
+from lightning_ppo.strategy import StreamingPPOStrategy
+from lightning_ppo.validation import reject
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +37,6 @@ Rows = str | Path | Sequence[Mapping[str, Any]]
 
 VALIDATION_BATCH = 1024
 """Prompts sampled together in validation; the engine keeps its slots full by itself."""
-
-HEARTBEAT_S = 1.0
-"""How often waiting ranks hear from rank 0."""
 
 
 class RolloutDataModule(L.LightningDataModule):
@@ -77,12 +76,13 @@ class RolloutDataModule(L.LightningDataModule):
         self._stop_token_ids: tuple[int, ...] = ()
         self._engine_is_up = False
         self._threads: int | None = None
+        self._directory: Path | None = None
 
     # ------------------------------------------------------------------ set-up
 
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
-        directory = self._run_directory()
+        directory = self._directory
         return LocalEngine(self.engine_config, None if directory is None else directory / "engine.log")
 
     def alignment(self, ranks: int) -> int:
@@ -114,6 +114,8 @@ class RolloutDataModule(L.LightningDataModule):
             self._stop_token_ids = stop
         if self._stream is None:
             self._stream = PromptStream(len(self._train_set), self.run_seed, self.rollout.shuffle)
+        # a collective, so it is asked for here and not by rank 0 alone
+        self._directory = self._run_directory()
         if self._trainer().is_global_zero:
             self._engine = self.make_engine()
             self._collector = Collector(
@@ -173,7 +175,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def record_chunks(self, ppo_step: int, chunks: Sequence[tuple[int, ...]]) -> None:
         """Append the step's chunk boundaries to `chunks.jsonl` in the run's folder."""
-        directory = self._run_directory()
+        directory = self._directory
         if self._trainer().is_global_zero and directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             ChunkSchedule.append(directory / "chunks.jsonl", ppo_step, chunks)
@@ -186,43 +188,39 @@ class RolloutDataModule(L.LightningDataModule):
             namespace: Separates seeds from those of training.
             num_samples: Responses per prompt.
         """
-        result: list[Trajectory] | BaseException | None = None
         config = self.rollout
-        if self._collector is not None:
-            sampling = SamplingParams(
-                max_tokens=config.max_response_tokens,
-                temperature=config.validation_temperature,
-                top_p=config.validation_top_p,
-                top_k=config.validation_top_k,
-                stop_token_ids=self._stop_token_ids,
+        sampling = SamplingParams(
+            max_tokens=config.max_response_tokens,
+            temperature=config.validation_temperature,
+            top_p=config.validation_top_p,
+            top_k=config.validation_top_k,
+            stop_token_ids=self._stop_token_ids,
+        )
+
+        def work(poll: Callable[[], None]) -> list[Trajectory]:
+            return self._rank_zero_collector().sample(
+                prompts,
+                seed_namespace=namespace,
+                num_samples=num_samples,
+                sampling=sampling,
+                timeout_s=config.timeout_s,
+                poll=poll,
             )
-            try:
-                result = self._collector.sample(
-                    prompts,
-                    seed_namespace=namespace,
-                    num_samples=num_samples,
-                    sampling=sampling,
-                    timeout_s=config.timeout_s,
-                    poll=self._poll,
-                )
-            except BaseException as error:
-                if self._trainer().world_size == 1:
-                    raise
-                result = error
-        return _unwrap(self._trainer().strategy.broadcast(result))
+
+        return self._relay().run(work)
 
     # ------------------------------------------------------------------ Lightning
 
     @override
-    def train_dataloader(self) -> "ChunkLoader":
+    def train_dataloader(self) -> ChunkLoader:
         return ChunkLoader(self._chunks)
 
     @override
-    def val_dataloader(self) -> "PromptBatches | list[Prompt]":
+    def val_dataloader(self) -> PromptBatches | list[Prompt]:
         return [] if self._validation_set is None else PromptBatches(self._validation_set, VALIDATION_BATCH)
 
     @override
-    def predict_dataloader(self) -> "PromptBatches | list[Prompt]":
+    def predict_dataloader(self) -> PromptBatches | list[Prompt]:
         return self.val_dataloader()
 
     @override
@@ -259,33 +257,26 @@ class RolloutDataModule(L.LightningDataModule):
             index += 1
 
     def _next_share(self, ppo_step: int, remaining: int) -> Share:
-        """Wait for a chunk on rank 0 and deal it out; other ranks hear a heartbeat (None) while they wait."""
-        strategy, ranks = self._trainer().strategy, self._trainer().world_size
+        """Wait for a chunk on rank 0 and deal it out. A collective."""
+        trainer = self._trainer()
+
+        def work(poll: Callable[[], None]) -> list[Share]:
+            groups = self._rank_zero_collector().next_groups(ppo_step, remaining, poll)
+            return deal(groups, trainer.world_size)
+
+        return self._relay().run(work)[trainer.global_rank]
+
+    def _relay(self) -> Relay:
+        strategy = self._trainer().strategy
+        if not isinstance(strategy, StreamingPPOStrategy):
+            name = type(strategy).__name__
+            raise reject("strategy", name, "cannot deal rollouts out", "set strategy=StreamingPPOStrategy()")
+        return strategy.relay
+
+    def _rank_zero_collector(self) -> Collector:
         if self._collector is None:
-            while (message := strategy.broadcast(None)) is None:
-                self._poll()
-            return _unwrap(message)[self._trainer().global_rank]
-        last_beat = time.monotonic()
-
-        def poll() -> None:
-            nonlocal last_beat
-            self._poll()
-            if ranks > 1 and time.monotonic() - last_beat >= HEARTBEAT_S:
-                strategy.broadcast(None)
-                last_beat = time.monotonic()
-
-        try:
-            shares = deal(self._collector.next_groups(ppo_step, remaining, poll), ranks)
-        except BaseException as error:
-            if ranks > 1:
-                strategy.broadcast(error)
-            raise
-        strategy.broadcast(shares)
-        return shares[0]
-
-    def _poll(self) -> None:
-        if self._trainer().received_sigterm:
-            raise SIGTERMException
+            raise RolloutError("rollouts are not set up; run Trainer.fit, validate or predict")
+        return self._collector
 
     def _trainer(self) -> L.Trainer:
         if self.trainer is None:
@@ -296,42 +287,3 @@ class RolloutDataModule(L.LightningDataModule):
         """The logger's folder; without a logger nothing is written."""
         trainer = self._trainer()
         return Path(trainer.log_dir) if trainer.loggers and trainer.log_dir is not None else None
-
-
-class ChunkLoader:
-    """A loader of unknown length. No torch DataLoader: its workers would fetch ahead of the refit.
-
-    Args:
-        chunks: Starts the chunks of the current PPO step.
-    """
-
-    def __init__(self, chunks: Callable[[], Iterator[Chunk]]) -> None:
-        self._start = chunks
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """Start the next PPO step's chunks."""
-        return self._start()
-
-
-@dataclass(frozen=True)
-class PromptBatches:
-    """Prompts in file order, many at a time: the engine batches by itself."""
-
-    prompts: PromptSet
-    size: int
-
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return -(-len(self.prompts) // self.size)
-
-    def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield the batches."""
-        for start in range(0, len(self.prompts), self.size):
-            yield [self.prompts[i] for i in range(start, min(start + self.size, len(self.prompts)))]
-
-
-def _unwrap(message: Any) -> Any:
-    """Raise on this rank what failed on rank 0."""
-    if isinstance(message, BaseException):
-        raise message
-    return message

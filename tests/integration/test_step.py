@@ -184,12 +184,15 @@ def test_ratios_move_and_clip_in_later_epochs(make_run):
     assert first.ratio_mean == pytest.approx(1.0, abs=1e-5)
     assert first.approx_kl == pytest.approx(0.0, abs=1e-6)
     assert first.clip_fraction == 0.0
-    assert all(stats.ratio_mean != first.ratio_mean and stats.approx_kl > 1e-4 for stats in later)
+    assert all(abs(stats.ratio_mean - 1.0) > 1e-3 and abs(stats.approx_kl) > 1e-3 for stats in later)
     assert any(stats.clip_fraction > 0 for stats in later)
 
 
-def test_ratios_are_one_in_a_streaming_step(make_run, cut):
-    _, watch = fit(make_run, 2, rollout=cut(2, 1, 1), module=FAST)
+@pytest.mark.parametrize("normalize", ["running", "batch"])
+def test_ratios_are_one_in_a_streaming_step(make_run, cut, normalize):
+    """Also where a second backward pass of other advantages is made."""
+    settings = {"normalize_advantages": normalize}
+    _, watch = fit(make_run, 2, rollout=cut(2, 1, 1), ppo_settings=settings, module=FAST)
     for (stats,) in watch.policy_stats:
         assert stats.ratio_mean == pytest.approx(1.0, abs=1e-6)
         assert (stats.approx_kl, stats.clip_fraction) == (0.0, 0.0)
