@@ -74,9 +74,7 @@ def run_ours(steps: int) -> list[dict[str, float]]:
 
 def run_yardstick(steps: int) -> dict[str, float]:
     """One round of the bare loop: seconds per token for each phase."""
-    result = run_bare(
-        POLICY, PROMPTS, steps, 0, CRITIC_EPOCHS, 6e-4, 1e-3, micro_batch_tokens=MICRO_BATCH_TOKENS
-    )
+    result = run_bare(POLICY, PROMPTS, steps, 0, CRITIC_EPOCHS, 6e-4, 1e-3, micro_batch_tokens=MICRO_BATCH_TOKENS)
     tokens = sum(record["response_tokens"] + record["prompt_tokens"] for record in result["history"])
     return {name: result["seconds"][name] / tokens for name in ("values", "policy", "critic")}
 
@@ -107,7 +105,9 @@ def main() -> None:
     inside = statistics.median(sum(row[n] for n, _ in pairs) / row["tokens"] for row in rows) * 1e6
     yardstick = sum(yard(other) for _, other in pairs)
     print(f"{'whole step - wait':20s} {yardstick:7.1f} {total:7.1f} {total / yardstick:7.3f}")
-    print(f"outside of the three phases: {(total - inside) / total:.1%} of a step (refit, hooks, loops, counters, logging)")
+    print(
+        f"outside of the three phases: {(total - inside) / total:.1%} of a step (refit, hooks, loops, counters, logging)"
+    )
     print(f"overhead against the bare loop: {total / yardstick - 1:+.1%}")
 
 

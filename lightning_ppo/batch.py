@@ -96,8 +96,8 @@ class Chunk:
     groups_per_step: int
     wait_s: float
     """Seconds the trainer waited for this chunk."""
-    generation_s: float
-    """Longest dispatch-to-commit time among the chunk's groups."""
+    generation_s: tuple[float, ...]
+    """Seconds from dispatch to commit of each group, in the order of `draws`."""
 
     @property
     def is_closing(self) -> bool:

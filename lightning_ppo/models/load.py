@@ -1,8 +1,10 @@
 """Models and tokenizers from Hugging Face folders, with one-line errors."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +16,8 @@ from transformers import (
 
 from lightning_ppo.quiet import quiet_loading
 from lightning_ppo.validation import reject
+
+_UNREADABLE = (OSError, ValueError, RuntimeError, SafetensorError)
 
 
 def load_tokenizer(folder: str, field: str = "policy") -> PreTrainedTokenizerBase:
@@ -37,14 +41,18 @@ def load_policy(folder: str, dtype: torch.dtype = torch.float32, field: str = "p
     """Load a causal language model.
 
     Raises:
-        ConfigError: the folder is missing, or holds no causal language model.
+        ConfigError: the folder is missing, holds no causal language model, or lacks some of its weights.
     """
     _check_folder(folder, field)
     try:
         with quiet_loading():
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError) as error:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+    except _UNREADABLE as error:
         raise reject(field, folder, f"is no causal LM ({_line(error)})", "give a Hugging Face folder") from error
+    _check_missing(info["missing_keys"], folder, field)
+    return model
 
 
 def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "critic") -> PreTrainedModel:
@@ -60,7 +68,7 @@ def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "c
             model, info = AutoModelForTokenClassification.from_pretrained(
                 folder, num_labels=1, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise reject(field, folder, f"cannot carry a value head ({_line(error)})", "give another critic") from error
     missing = set(info["missing_keys"])
     heads = {
@@ -69,8 +77,7 @@ def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "c
         if isinstance(module, nn.Linear) and module.out_features == 1
         for part in ("weight", "bias")
     }
-    if missing - heads:
-        raise reject(field, folder, f"lacks {sorted(missing - heads)[0]}", "give a complete Hugging Face folder")
+    _check_missing(missing - heads, folder, field)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in missing:
@@ -81,6 +88,12 @@ def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "c
 def _check_folder(folder: str, field: str) -> None:
     if not (Path(folder) / "config.json").is_file():
         raise reject(field, folder, "is not a Hugging Face folder (no config.json)", "give the path of one")
+
+
+def _check_missing(names: Collection[str], folder: str, field: str) -> None:
+    # transformers would fill them with random numbers
+    if names:
+        raise reject(field, folder, f"lacks {min(names)}", "give a complete Hugging Face folder")
 
 
 def _line(error: BaseException) -> str:

@@ -13,8 +13,8 @@ class Share:
     rows: tuple[Trajectory, ...]
     draws: tuple[int, ...]
     """Draws of all groups of the chunk."""
-    generation_s: float
-    """Longest dispatch-to-commit time among the groups."""
+    generation_s: tuple[float, ...]
+    """Seconds from dispatch to commit of each group."""
 
 
 def deal(groups: Sequence[PromptGroup], ranks: int) -> list[Share]:
@@ -30,5 +30,5 @@ def deal(groups: Sequence[PromptGroup], ranks: int) -> list[Share]:
     if ranks > 1:
         rows.sort(key=lambda row: (row.num_tokens, row.sample_id))
     draws = tuple(group.draw for group in groups)
-    slowest = max(group.generation_s for group in groups)
-    return [Share(tuple(rows[rank::ranks]), draws, slowest) for rank in range(ranks)]
+    seconds = tuple(group.generation_s for group in groups)
+    return [Share(tuple(rows[rank::ranks]), draws, seconds) for rank in range(ranks)]

@@ -82,8 +82,19 @@ SETUPS = {
         rollout={"num_generations_per_prompt": 1, "min_groups_for_streaming_train": 1}, plan=((2, 2), (4,)), steps=2
     ),
     "ragged": Setup(
-        rollout={"max_response_tokens": 40}, ppo={"micro_batch_tokens": 64, "normalize_advantages": "batch"},
+        rollout={"max_response_tokens": 40},
+        ppo={"micro_batch_tokens": 64, "normalize_advantages": "batch"},
         length=ragged,
+    ),
+    "minibatches": Setup(
+        rollout={"max_response_tokens": 40},
+        ppo={"critic_minibatches": 2, "critic_ppo_epochs": 2, "truncated_responses": "mask"},
+        length=alternating,
+    ),
+    "unequal": Setup(
+        rollout={"num_prompts_per_step": 2, "num_generations_per_prompt": 1, "max_response_tokens": 40},
+        ppo={"normalize_advantages": "off"},
+        length=alternating,
     ),
     "masked_share": Setup(
         rollout={"num_prompts_per_step": 2, "num_generations_per_prompt": 1},

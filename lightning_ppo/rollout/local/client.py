@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from lightning_ppo.errors import EngineDiedError, EngineError
@@ -20,8 +19,7 @@ class LocalEngine:
     """A generation engine in a process of its own on this machine; see `lightning_ppo.rollout.engine.Engine`.
 
     `generate` may be called from any number of tasks and event loops; `start`, `update_weights`, `check_health` and
-    `close` block and belong to one thread at a time. While the engine runs, this process uses `config.trainer_threads`
-    threads.
+    `close` block and belong to one thread at a time.
 
     Attributes:
         backend: `native` or `transformers`, once started.
@@ -43,7 +41,6 @@ class LocalEngine:
         self._weights: SharedWeights | None = None
         self._has_weights = False
         self._closed = False
-        self._threads_before: int | None = None
 
     @property
     def pid(self) -> int | None:
@@ -71,9 +68,6 @@ class LocalEngine:
             self.close()
             raise
         self.backend, self._vocab_size, self._context = reply.backend, reply.vocab_size, spec.max_context_tokens
-        if self._config.trainer_threads is not None:
-            self._threads_before = torch.get_num_threads()
-            torch.set_num_threads(self._config.trainer_threads)
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """Sample one response. Cancelling the awaiting task aborts the request.
@@ -137,8 +131,6 @@ class LocalEngine:
         if self._closed:
             return
         self._closed = True
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
         if self._channel is not None:
             self._channel.close()
         if self._weights is not None:

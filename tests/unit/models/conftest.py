@@ -95,7 +95,9 @@ def ragged(count: int, seed: int = 0) -> list[Trajectory]:
         prompt, response = numbers(1, 6, 2)
         mask = (torch.rand(response, generator=generator) < 0.7).tolist()
         rows.append(
-            trajectory(numbers(0, VOCABULARY, prompt), numbers(0, VOCABULARY, response), [*mask[:-1], True], f"s{index}")
+            trajectory(
+                numbers(0, VOCABULARY, prompt), numbers(0, VOCABULARY, response), [*mask[:-1], True], f"s{index}"
+            )
         )
     return rows
 

@@ -54,7 +54,7 @@ def test_alignment_on_one_hot_positions(kit):
 
 def test_company_does_not_matter(kit):
     critic = CriticModel(kit.token_classifier("gpt2"))
-    rows = kit.ragged(5, seed=12) + [kit.trajectory([3] * 9, [4, 0, 5] * 6, name="long")]
+    rows = [*kit.ragged(5, seed=12), kit.trajectory([3] * 9, [4, 0, 5] * 6, name="long")]
     values, final = critic(_batch(rows))
     for i, row in enumerate(rows):
         alone, last = critic(collate(rows, [i], CPU))

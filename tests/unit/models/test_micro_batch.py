@@ -1,5 +1,7 @@
 """Partition and padding of rows."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +24,7 @@ def test_plan(lengths, budget):
     assert ordered == sorted(ordered)
     assert plan_micro_batches(list(lengths), budget) == plan
     # no two neighbours would have fitted into one
-    for part, following in zip(plan, plan[1:], strict=False):
+    for part, following in itertools.pairwise(plan):
         assert (len(part) + 1) * lengths[following[0]] > budget
 
 

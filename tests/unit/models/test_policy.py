@@ -106,7 +106,7 @@ def test_sliced_graph_can_be_used_twice(kit, monkeypatch):
 def test_company_does_not_matter(kit, name):
     """A row alone, and the same row padded beside a much longer one."""
     policy = PolicyModel(kit.causal_lm(name))
-    rows = kit.ragged(5, seed=5) + [kit.trajectory([3] * 9, [4, 0, 5] * 6, name="long")]
+    rows = [*kit.ragged(5, seed=5), kit.trajectory([3] * 9, [4, 0, 5] * 6, name="long")]
     together = policy(_batch(rows))[0]
     for i, row in enumerate(rows):
         alone = policy(collate(rows, [i], CPU))[0][0]

@@ -38,7 +38,7 @@ def test_tied_parameters_count_once_and_get_both_parts():
 def test_frozen_parameters_are_skipped():
     free, frozen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3), requires_grad=False)
     accumulator = _accumulator(frozen, free)
-    flat = _accumulate(accumulator, lambda: (free.sum() * frozen.sum()))
+    flat = _accumulate(accumulator, lambda: free.sum() * frozen.sum())
     assert torch.equal(flat, torch.full((2,), 3.0))
     with accumulator.as_grads(flat):
         assert frozen.grad is None

@@ -1,0 +1,54 @@
+"""When something goes wrong on one of two ranks, both leave: soon, with the error, and nothing stays behind."""
+
+import os
+import signal
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_one_rank_in_the_middle_of_training_ends_both_together(pair, rank):
+    """Lightning's own handler would start a broadcast in the middle of our collectives."""
+    mine, theirs = pair.seen(f"sigterm_{rank}", 0), pair.seen(f"sigterm_{rank}", 1)
+    assert mine["code"] == theirs["code"] == 143
+    assert [chunk[:3] for chunk in mine["chunks"]] == [chunk[:3] for chunk in theirs["chunks"]]
+    # signalled in the first chunk of step 1, they left before the second
+    assert mine["chunks"][-1][:2] == (1, 0)
+
+
+def test_failing_reward_ends_both_ranks_with_its_error(start):
+    pair = start("bad_reward")
+    assert pair.wait() == 1
+    for rank in (0, 1):
+        assert pair.error(rank).startswith("RewardError: reward ")
+        assert "no reward today" in pair.error(rank)
+
+
+def test_steps_that_ranks_cannot_share_are_refused_on_both(start):
+    pair = start("odd")
+    assert pair.wait() == 1
+    for rank in (0, 1):
+        assert pair.error(rank).startswith("ConfigError: num_prompts_per_step=3 does not divide into chunks of 2 ")
+        assert "\n" not in pair.error(rank)
+
+
+def test_sigterm_to_rank_0_while_it_waits_ends_both(start):
+    """Lightning's launcher passes the signal on to rank 1, which hears from rank 0 when to leave."""
+    pair = start("stuck")
+    pair.until((pair.folder / "waiting").exists, "no request for rollouts")
+    pair.process.send_signal(signal.SIGTERM)
+    assert pair.wait() == 143
+    assert [pair.error(rank) for rank in (0, 1)] == ["SIGTERMException: 143"] * 2
+
+
+def test_death_of_rank_1_ends_rank_0(start):
+    """Its next heartbeat fails; unless Lightning's observer, which looks every 5 s, has killed rank 0 before."""
+    pair = start("stuck")
+    pair.until((pair.folder / "waiting").exists, "no request for rollouts")
+    os.kill(pair.pid(1), signal.SIGKILL)
+    code = pair.wait()
+    assert code in (1, -signal.SIGKILL)
+    if code == 1:
+        assert "onnection" in pair.error(0)
