@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
+from lightning.pytorch.callbacks import Callback, Checkpoint, OnExceptionCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -35,6 +35,7 @@ from lightning_ppo.export import export_checkpoint, read_checkpoint
 from lightning_ppo.module import PPOModule
 from lightning_ppo.quiet import quiet_expected_warnings, quiet_loading
 from lightning_ppo.rollout.datamodule import RolloutDataModule
+from lightning_ppo.validation import reject
 
 SETTING_ERRORS = (ConfigError, DataError, CheckpointError, MisconfigurationException)
 RUN_ERRORS = (RewardError, EngineError, RolloutError, StepError, UpdateInProgressError)
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _lightning_logs_to_file_only():
         try:
             cli = PPOCLI(list(sys.argv[1:] if argv is None else argv))
-        except SETTING_ERRORS as error:
+        except (*SETTING_ERRORS, ValueError, TypeError) as error:
+            # nothing but settings has been looked at so far
             return _fail(2, error)
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -80,6 +82,7 @@ class RunConfig(SaveConfigCallback):
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._save(trainer, pl_module)
+        _say(_headline(pl_module))
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -193,6 +196,9 @@ class PPOCLI(LightningCLI):
         if self.subcommand == "export":
             return
         config = self.config[self.subcommand]
+        if str(config.trainer.precision) in ("16", "16-mixed"):
+            # on a CPU Lightning would make it bf16-mixed before anybody sees it
+            raise reject("trainer.precision", "16-mixed", "changes its loss scale between chunks", "set bf16-mixed")
         if self.subcommand in ("validate", "predict") and config.data.validation_prompts is None:
             raise ConfigError(
                 f"data.validation_prompts=None leaves nothing to {self.subcommand}; give a jsonl file of prompts"
@@ -221,6 +227,14 @@ class PPOCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> L.Trainer:
         given = config["callbacks"] or []
         given = given if isinstance(given, list) else [given]
+        if any(isinstance(callback, OnExceptionCheckpoint) for callback in given):
+            # in its presence Lightning looks for a checkpoint to resume from, with warnings, before anybody is asked
+            raise reject(
+                "trainer.callbacks",
+                "OnExceptionCheckpoint",
+                "would save in the middle of a PPO step and resume from there",
+                "use --checkpoint.every_n_train_steps 1",
+            )
         unwanted: list[type] = []
         for kind, is_enabled in (
             (Checkpoint, config["enable_checkpointing"] is not False),
@@ -264,13 +278,6 @@ class PPOCLI(LightningCLI):
 
     def fit(self, **arguments: Any) -> None:
         """Train, then say where the files are."""
-        policy, critic = (_size(model) for model in (self.model.policy, self.model.critic))
-        rollout = self.datamodule.rollout
-        mode = "streaming" if rollout.is_streaming else "full batch"
-        _say(
-            f"policy {policy}, critic {critic} parameters; {rollout.num_prompts_per_step} x "
-            f"{rollout.num_generations_per_prompt} responses per PPO step, {mode}; seed {self.datamodule.run_seed}"
-        )
         self.trainer.fit(**_weights_only(arguments))
         _say(f"finished {self.trainer.global_step} PPO steps; {self._files()}")
 
@@ -327,12 +334,17 @@ _PURPOSES = {
 
 
 def one_line(message: str) -> str:
-    """Shorten jsonargparse's message to one line."""
-    text = " ".join(message.split())
-    text = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
-    text = re.sub(r"<class '([^']+)'>", r"\1", text)
-    text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: \[.*?\] Errors: - ", "", text)
-    return text.replace("typing.", "").replace("collections.abc.", "")
+    """Shorten jsonargparse's message to one line: the key, its value, and what would fit."""
+    text = re.sub(r"<class '([^']+)'>", r"\1", message).replace("NoneType", "null")
+    text = text.replace("typing.", "").replace("collections.abc.", "")
+    key = re.search(r'Parser key "([^"]+)":', text)
+    value = re.search(r"(?:Got|Given) value: (.*)\Z", text, re.DOTALL)
+    expected = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", text, re.MULTILINE)
+    if key and value and expected and "Callable" not in text:
+        what = f"{key[1]}={value[1]} does not fit; give {' or '.join(expected)}"
+    else:
+        what = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
+    return " ".join(what.split())
 
 
 @contextmanager
@@ -357,6 +369,15 @@ def _lightning_logs_to_file_only() -> Iterator[None]:
 def _weights_only(arguments: dict[str, Any]) -> dict[str, Any]:
     """Never run code from a checkpoint."""
     return arguments | {"weights_only": True if arguments.get("ckpt_path") else None}
+
+
+def _headline(module: Any) -> str:
+    rollout = module.rollouts.rollout
+    mode = "streaming" if rollout.is_streaming else "full batch"
+    return (
+        f"policy {_size(module.policy)}, critic {_size(module.critic)} parameters; {rollout.num_prompts_per_step} x "
+        f"{rollout.num_generations_per_prompt} responses per PPO step, {mode}; seed {module.rollouts.run_seed}"
+    )
 
 
 def _size(model: Any) -> str:

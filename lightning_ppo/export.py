@@ -2,8 +2,10 @@
 
 import json
 import os
+import pickle
 import shutil
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +80,13 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"ckpt_path={path} does not exist; give the path of a checkpoint")
     why = "something else is in it"
     content: Any = None
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:80]}" if str(error).strip() else repr(error)
+    if not zipfile.is_zipfile(path):
+        why = "torch.save has not written it, or not to its end"
+    else:
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:100]
     if not isinstance(content, dict) or not {KEY, "state_dict", "global_step"} <= content.keys():
         raise CheckpointError(f"ckpt_path={path} is no checkpoint of lightning_ppo ({why}); give one that a run wrote")
     check_fits_together(content["state_dict"], int(content["global_step"]))

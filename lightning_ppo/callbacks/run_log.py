@@ -40,6 +40,8 @@ class RunLog(Callback):
 
     @override
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if self._handler is None:
+            return
         stopped = isinstance(exception, (KeyboardInterrupt, SIGTERMException))
         log.error("stopped by %s", type(exception).__name__, exc_info=None if stopped else exception)
         self._close()

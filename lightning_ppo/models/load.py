@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -46,11 +47,12 @@ def load_policy(folder: str, dtype: torch.dtype = torch.float32, field: str = "p
     _check_folder(folder, field)
     try:
         with quiet_loading():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except _UNREADABLE as error:
         raise reject(field, folder, f"is no causal LM ({_line(error)})", "give a Hugging Face folder") from error
+    model, info = loaded
     _check_missing(info["missing_keys"], folder, field)
     return model
 

@@ -12,7 +12,7 @@ from lightning_ppo.updates.advantage_stage import AdvantageStage
 
 
 def _chunk(trajectories):
-    return Chunk(0, 0, tuple(trajectories), (0,), 1, 1, wait_s=0.0, generation_s=0.0)
+    return Chunk(0, 0, tuple(trajectories), (0,), 1, 1, wait_s=0.0, generation_s=(0.0,))
 
 
 def _stage(kit, config=None, *, dtype=torch.float64, reference=None, temperature=1.0, **changes):

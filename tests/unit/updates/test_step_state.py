@@ -26,7 +26,7 @@ def _state(rows, *draws):
     state = StepState(ppo_step=4, policy_version=5, policy_is_trainable=True)
     for index, draw in enumerate(draws):
         share = rows[index :: len(draws)]
-        chunk = Chunk(4, index, tuple(r.trajectory for r in share), draw, 1, 2, wait_s=0.0, generation_s=2.0 - index)
+        chunk = Chunk(4, index, tuple(r.trajectory for r in share), draw, 1, 2, wait_s=0.0, generation_s=(2.0 - index,))
         state.add(chunk, share)
     return state
 
