@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
@@ -34,6 +36,7 @@ def check_run(trainer: L.Trainer, module: "PPOModule") -> None:
     if not isinstance(datamodule, RolloutDataModule):
         raise reject("datamodule", type(datamodule).__name__, "delivers no rollouts", "pass a RolloutDataModule to fit")
     _check_trainer(trainer)
+    _check_loaders(trainer, datamodule)
     callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_hook_names(callbacks)
     check_algorithm(module.ppo, datamodule.rollout)
@@ -89,6 +92,22 @@ def _check_trainer(trainer: L.Trainer) -> None:
             "would save in the middle of a PPO step and resume from there",
             "use ModelCheckpoint(every_n_train_steps=1)",
         )
+
+
+def _check_loaders(trainer: L.Trainer, datamodule: RolloutDataModule) -> None:
+    stage = trainer.state.fn
+    if stage in (TrainerFn.VALIDATING, TrainerFn.PREDICTING) and datamodule.validation_prompts is None:
+        raise reject("validation_prompts", None, f"leaves nothing to {stage.value}", "give a file of prompts")
+    # only an override can be a torch loader; Lightning asks for it when the engine runs already
+    if stage == TrainerFn.FITTING and type(datamodule).train_dataloader is not RolloutDataModule.train_dataloader:
+        loader = datamodule.train_dataloader()
+        if isinstance(loader, DataLoader):
+            raise reject(
+                "train_dataloader",
+                f"DataLoader(num_workers={loader.num_workers})",
+                "fetches ahead of the refit",
+                "leave RolloutDataModule.train_dataloader as it is",
+            )
 
 
 def check_algorithm(ppo: PPOConfig, rollout: RolloutConfig) -> None:

@@ -340,8 +340,12 @@ def one_line(message: str) -> str:
     key = re.search(r'Parser key "([^"]+)":', text)
     value = re.search(r"(?:Got|Given) value: (.*)\Z", text, re.DOTALL)
     expected = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", text, re.MULTILINE)
-    if key and value and expected and "Callable" not in text:
-        what = f"{key[1]}={value[1]} does not fit; give {' or '.join(expected)}"
+    reason = re.search(r"expects a function or a callable class: (.*)", text)
+    if key and value and reason:
+        what = f"{key[1]}={value[1]} does not fit; {reason[1]}"
+    elif key and value and expected:
+        options = [re.sub(r"Literal\[(.*)\]", r"one of \1", option) for option in expected]
+        what = f"{key[1]}={value[1]} does not fit; give {' or '.join(options)}"
     else:
         what = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
     return " ".join(what.split())

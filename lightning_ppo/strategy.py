@@ -200,7 +200,11 @@ class StreamingPPOStrategy(DDPStrategy):
         self.optimizer_step(optimizer, lambda: None)
 
     def _sum(self, tensor: Tensor) -> None:
-        torch.distributed.all_reduce(tensor)
+        # NCCL sums on the device only; what a model does not own lives on the host
+        local = tensor.to(self.root_device)
+        torch.distributed.all_reduce(local)
+        if local is not tensor:
+            tensor.copy_(local)
 
     # ------------------------------------------------------------------ the step and the checkpoint window
 

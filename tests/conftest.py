@@ -143,7 +143,7 @@ def make_run(policy_folder: str, tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.fixture
 def cut(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Rollout settings for streaming runs whose chunk boundaries do not depend on timing: `cut(2, 1, 1)`."""
+    """Rollout settings for runs whose chunks do not depend on timing: `cut(2, 1, 1)`; `cut(4)` is full-batch mode."""
 
     def build(*sizes: int, steps: int = 4) -> dict[str, Any]:
         path = tmp_path / f"chunks_{'_'.join(map(str, sizes))}.jsonl"
@@ -154,6 +154,6 @@ def cut(tmp_path: Path) -> Callable[..., dict[str, Any]]:
                 chunks.append(range(first, first + size))
                 first += size
             ChunkSchedule.append(path, step, chunks)
-        return {"min_groups_for_streaming_train": 1, "replay_chunks": str(path)}
+        return {"min_groups_for_streaming_train": min(sizes), "replay_chunks": str(path)}
 
     return build

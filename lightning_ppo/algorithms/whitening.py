@@ -132,7 +132,9 @@ def apply_whitening(advantages: Tensor, mask: Tensor, centre: float, scale: floa
         ValueError: `advantages` and `mask` differ in shape.
     """
     require_same_shape(mask, advantages=advantages)
-    return zero_masked((advantages - centre) * scale, mask)
+    # in two steps: a large centre does not fit a float32, and its rounding error would shift every advantage
+    coarse = float(torch.tensor(centre, dtype=advantages.dtype))
+    return zero_masked((advantages - coarse - (centre - coarse)) * scale, mask)
 
 
 @dataclass(frozen=True)

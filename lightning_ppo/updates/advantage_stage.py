@@ -3,7 +3,7 @@
 Everything here runs without gradients, once per sample, under models that do not change within a PPO step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +81,9 @@ class AdvantageStage:
             for i, row in enumerate(rows)
         )
 
-    def _micro_batches(self, rows: Sequence[Trajectory], plan: list[list[int]]) -> list[MicroBatch]:
-        return [collate(rows, indices, self.residency.device) for indices in plan]
+    def _micro_batches(self, rows: Sequence[Trajectory], plan: list[list[int]]) -> Iterator[MicroBatch]:
+        for indices in plan:
+            yield collate(rows, indices, self.residency.device)
 
     def _logprobs(self, model: PolicyModel, name: str, rows: Sequence[Trajectory], plan: list[list[int]]) -> Ragged:
         result: Ragged = {}

@@ -38,6 +38,8 @@ class PolicyStats:
     """KL(old || current), k1 estimate."""
     clip_fraction: float
     ratio_mean: float
+    reference_kl: float
+    """KL(current || reference) in the loss, 0 without it."""
     entropy: float
     """Mean of -log-prob of the sampled tokens."""
     sampler_mismatch_kl: float
@@ -61,12 +63,12 @@ class PolicyUpdate(SplitUpdate):
     def __init__(self, policy: PolicyModel, *shared: Any) -> None:
         super().__init__("policy", *shared)
         self.policy = policy
-        self._mismatch_max = 0.0
+        self._mismatch_max = torch.zeros((), dtype=torch.float64)
 
     @override
     def begin(self) -> None:
         super().begin()
-        self._mismatch_max = 0.0
+        self._mismatch_max = torch.zeros((), dtype=torch.float64)
 
     def train_chunk(self, rows: Sequence[TrainRow], plan: ChunkPlan, where: str) -> None:
         """Accumulate the gradients of some rows; rows without a trained token are passed over.
@@ -107,7 +109,7 @@ class PolicyUpdate(SplitUpdate):
         if count == 0:
             raise StepError("policy update has no trained token on any rank; nothing was updated")
         norm = self._step(coefficients, count, self.config.max_grad_norm)
-        mismatch = self._ranks.stack(torch.tensor(self._mismatch_max, dtype=torch.float64)).max()
+        mismatch = self._ranks.stack(self._mismatch_max.cpu()).max()
         tokens = sums["tokens"]
         return PolicyStats(
             loss=sum(factor * sums[f"loss_{name}"] for name, factor in coefficients.items()) / count,
@@ -115,6 +117,7 @@ class PolicyUpdate(SplitUpdate):
             approx_kl=sums["approx_kl"] / tokens,
             clip_fraction=sums["clipped"] / tokens,
             ratio_mean=sums["ratio"] / tokens,
+            reference_kl=sums["kl"] / tokens,
             entropy=-sums["logprobs"] / tokens,
             sampler_mismatch_kl=sums["mismatch_kl"] / tokens,
             sampler_mismatch_max=float(mismatch),
@@ -164,9 +167,7 @@ class PolicyUpdate(SplitUpdate):
                 weights=weights,
             )
 
-        # in two steps, since a large centre does not fit a float32 and its rounding would shift every advantage
-        coarse = float(torch.tensor(plan.centre, dtype=advantages.dtype))
-        main = surrogate(apply_whitening(advantages - coarse, mask, plan.centre - coarse, plan.scale))
+        main = surrogate(apply_whitening(advantages, mask, plan.centre, plan.scale))
         self._sums.add(clipped=main.clipped_tokens, ratio=main.ratio_sum, approx_kl=main.approx_kl_sum)
         terms = {MAIN: main.loss}
         if plan.with_unit:
@@ -210,7 +211,7 @@ class PolicyUpdate(SplitUpdate):
         out_of_bounds: Tensor,
     ) -> None:
         gap = torch.where(mask, old - rollout, torch.zeros_like(old))
-        self._mismatch_max = max(self._mismatch_max, float(gap.abs().max()))
+        self._mismatch_max = torch.maximum(self._mismatch_max.to(gap.device), gap.abs().max().double())
         tokens = mask.sum()
         self._sums.add(
             tokens=tokens,

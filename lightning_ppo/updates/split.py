@@ -22,13 +22,13 @@ class SumMetrics:
         self._sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
 
     def add(self, **values: Tensor) -> None:
-        """Add detached scalars."""
+        """Add detached scalars; they stay on their device until `reduced`."""
         for name, value in values.items():
-            self._sums[name] = self._sums[name] + value.detach().double().cpu()
+            self._sums[name] = self._sums[name].to(value.device) + value.detach().double()
 
     def reduced(self, ranks: Ranks) -> "defaultdict[str, float]":
         """Sum over ranks; unknown names are 0. A collective: ranks without rows take part."""
-        totals = torch.stack([self._sums[name] for name in METRICS])
+        totals = torch.stack([self._sums[name].cpu() for name in METRICS])
         ranks.sum_(totals)
         return defaultdict(float, zip(METRICS, totals.tolist(), strict=True))
 
@@ -114,12 +114,23 @@ class SplitUpdate:
         self.accumulator.abort()
 
     def _check(self, losses: Losses, rows: Sequence[TrainRow], where: str) -> None:
+        """Fail on every rank if a loss or the gradient is not finite on one of them, so that none waits for it."""
+        fault = self._fault(losses, rows, where)
+        ranks_at_fault = torch.tensor(float(fault is not None), dtype=torch.float64)
+        self._ranks.sum_(ranks_at_fault)
+        if fault is not None:
+            raise StepError(fault)
+        if ranks_at_fault > 0:
+            raise StepError(f"{self.name} loss or gradient is not finite in {where} on another rank; see its error")
+
+    def _fault(self, losses: Losses, rows: Sequence[TrainRow], where: str) -> str | None:
         if losses and not bool(torch.isfinite(torch.stack([loss for loss, _ in losses])).all()):
             loss, ids = next((value, ids) for value, ids in losses if not bool(torch.isfinite(value)))
-            raise StepError(f"{self.name} loss is {float(loss)} in {where}, samples {', '.join(ids)}")
+            return f"{self.name} loss is {float(loss)} in {where}, samples {', '.join(ids)}"
         if not self.accumulator.is_finite():
             ids = tuple(row.trajectory.sample_id for row in rows)
-            raise StepError(f"{self.name} gradient is not finite after {where}, samples {', '.join(ids)}")
+            return f"{self.name} gradient is not finite after {where}, samples {', '.join(ids)}"
+        return None
 
     def _step(self, coefficients: dict[str, float], count: float, max_norm: float | None) -> float:
         flat = self.accumulator.close({name: factor / count for name, factor in coefficients.items()})

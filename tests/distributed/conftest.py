@@ -1,4 +1,4 @@
-"""Starts `two_ranks.py` in a process of its own, and loads it for the runs on one process that it is compared with."""
+"""Starts `two_ranks.py` in a process of its own, and loads `runs.py` for the same runs on one process."""
 
 import importlib.util
 import os
@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+collect_ignore = ["two_ranks.py"]
+"""A script: it finds `runs` next to it only when it is run as one."""
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 HEALTHY = (
     "checkpointed,resumed,running,batch,regularized,one_response,ragged,unequal,masked_share,minibatches,evaluated,"
@@ -76,13 +78,13 @@ def is_alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> ModuleType:
-    """The script, loaded as a module: it builds the same runs on one process."""
-    spec = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
+def runs() -> ModuleType:
+    """Test modules cannot import each other by name."""
+    spec = importlib.util.spec_from_file_location("distributed_runs", SCRIPT.with_name("runs.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["two_ranks"] = module
+    sys.modules["distributed_runs"] = module
     spec.loader.exec_module(module)
     return module
 

@@ -11,11 +11,11 @@ FULL_BATCH = ["ragged", "unequal", "masked_share"]
 
 
 @pytest.fixture
-def alone(two_ranks, policy_folder, tmp_path):
+def alone(runs, policy_folder, tmp_path):
     """The same run on one process, in one full batch."""
 
     def run(name, **arguments):
-        return two_ranks.build(name, policy_folder, tmp_path, devices=1, whole=True, **arguments).fit()
+        return runs.build(name, policy_folder, tmp_path, devices=1, whole=True, **arguments).fit()
 
     return run
 
@@ -45,7 +45,7 @@ def assert_same_run(together, alone, *, first: float = 1e-6, later: float = 1e-5
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_streamed_on_two_ranks_equals_one_full_batch(pair, alone, name):
+def test_streamed_on_runs_equals_one_full_batch(pair, alone, name):
     assert_same_run(pair.seen(name), alone(name))
 
 
@@ -58,7 +58,8 @@ def test_ragged_shares_equal_one_process(pair, alone, name):
 def test_critic_minibatches_keep_ranks_together(pair):
     """Minibatches are shuffled per rank, so they differ from one process's; both ranks make the same updates."""
     first, second = pair.seen("minibatches", 0), pair.seen("minibatches", 1)
-    assert len(first["critic"]) == len(second["critic"]) == 3 * 4
+    # a minibatch that is masked on every rank is passed over by every rank
+    assert 3 * 4 >= len(first["critic"]) == len(second["critic"]) > 3 * 2
     assert all(map(torch.equal, first["critic"], second["critic"]))
 
 
@@ -92,8 +93,8 @@ def test_both_ranks_have_the_same_weights_and_metrics(pair, name):
 
 
 @pytest.mark.parametrize("name", ["running", "batch", "regularized", "one_response", "plain", "ragged"])
-def test_every_sample_is_trained_once_by_one_rank(pair, two_ranks, name):
-    setup = two_ranks.SETUPS[name]
+def test_every_sample_is_trained_once_by_one_rank(pair, runs, name):
+    setup = runs.SETUPS[name]
     size, generations = setup.sizes["num_prompts_per_step"], setup.sizes["num_generations_per_prompt"]
     ranks = [pair.seen(name, rank)["chunks"] for rank in (0, 1)]
     for mine, theirs in zip(*ranks, strict=True):
@@ -106,10 +107,10 @@ def test_every_sample_is_trained_once_by_one_rank(pair, two_ranks, name):
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_steps_have_different_numbers_of_chunks(pair, two_ranks, name):
+def test_steps_have_different_numbers_of_chunks(pair, runs, name):
     chunks = pair.seen(name)["chunks"]
-    sizes = [tuple(len(c[2]) for c in chunks if c[0] == step) for step in range(two_ranks.SETUPS[name].steps)]
-    assert sizes == list(two_ranks.SETUPS[name].plan)
+    sizes = [tuple(len(c[2]) for c in chunks if c[0] == step) for step in range(runs.SETUPS[name].steps)]
+    assert sizes == list(runs.SETUPS[name].plan)
     assert len({len(step) for step in sizes}) > 1
 
 
@@ -129,7 +130,7 @@ def test_validation_and_prediction_are_the_same_on_both_ranks(pair):
 
 
 def test_waiting_longer_than_the_timeout_of_the_group_is_fine(pair):
-    """Six seconds for rollouts and six for validation, where a silent group fails after four."""
+    """Five seconds for rollouts and five for validation, where a silent group fails after four."""
     assert pair.seen("heartbeat", 1)["counters"] == (1, 1, 1)
     assert len(pair.seen("heartbeat", 1)["validation"]) == 1
 
@@ -144,8 +145,8 @@ class TestCheckpoints:
         ]
         assert pair.seen("checkpointed", 1)["writes"] == []
 
-    def test_holds_what_one_process_saves(self, pair, two_ranks, alone, tmp_path):
-        alone("full", callbacks=(two_ranks.SaveMidStep(tmp_path / "mid.ckpt", step=1),))
+    def test_holds_what_one_process_saves(self, pair, runs, alone, tmp_path):
+        alone("full", callbacks=(runs.SaveMidStep(tmp_path / "mid.ckpt", step=1),))
         saved, expected = leaves(pair.folder / "mid.ckpt"), leaves(tmp_path / "mid.ckpt")
         assert saved.keys() == expected.keys()
         for name, value in expected.items():
@@ -156,14 +157,14 @@ class TestCheckpoints:
             else:
                 assert saved[name] == value, name
 
-    def test_goes_on_in_one_process(self, pair, two_ranks, policy_folder, tmp_path):
-        run = two_ranks.build("full", policy_folder, tmp_path, devices=1)
+    def test_goes_on_in_one_process(self, pair, runs, policy_folder, tmp_path):
+        run = runs.build("full", policy_folder, tmp_path, devices=1)
         result = run.fit(pair.folder / "mid.ckpt")
         assert result["counters"] == (3, 3, 3)
         for name, tensor in pair.seen("checkpointed")["weights"].items():
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=1e-5, msg=name)
 
-    def test_resumes_bitwise_equal_on_two_ranks(self, pair):
+    def test_resumes_bitwise_equal_on_runs(self, pair):
         whole, resumed = leaves(pair.folder / "end.ckpt"), leaves(pair.folder / "end_of_resumed.ckpt")
         assert whole.keys() == resumed.keys()
         for name, value in whole.items():

@@ -56,19 +56,12 @@ def test_validation_every_n_ppo_steps(make_run, cut, every, expected):
 
 def test_validation_runs_while_rollouts_are_in_flight(make_run):
     """The next step's responses are all held until validation is over: neither waits for the other."""
-    fake = FakeEngine(holds=is_training)
+    fake = FakeEngine(holds=lambda request: is_training(request) and int(request.request_id[4]) >= 4)
     in_flight = []
 
     class Look(Callback):
-        def on_train_epoch_start(self, trainer, pl_module):
-            fake_let_go()
-
         def on_validation_end(self, trainer, pl_module):
             in_flight.append({name.split("_")[0] for name in fake.held})
-
-    def fake_let_go():
-        fake._holds = lambda request: int(request.request_id[4]) >= 4 if is_training(request) else False
-        fake.let_go()
 
     run = make_run(1, fake=fake, validation_prompts=VALIDATION, callbacks=[Look()])
     run.fit()
