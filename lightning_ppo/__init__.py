@@ -7,8 +7,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_ppo.callbacks import CheckpointExclusion, CriticEpochs, CriticWarmup, WeightRefit
+    from lightning_ppo.callbacks import (
+        CheckpointExclusion,
+        CriticEpochs,
+        CriticWarmup,
+        PPOProgressBar,
+        RunLog,
+        SampleTable,
+        StepCheckpoint,
+        WeightRefit,
+    )
     from lightning_ppo.config import PPOConfig
+    from lightning_ppo.export import export_checkpoint
     from lightning_ppo.hooks import PPOCallback
     from lightning_ppo.module import PPOModule
     from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
@@ -25,10 +35,15 @@ _HOME = {
     "PPOCallback": "lightning_ppo.hooks",
     "PPOConfig": "lightning_ppo.config",
     "PPOModule": "lightning_ppo.module",
+    "PPOProgressBar": "lightning_ppo.callbacks",
     "RolloutConfig": "lightning_ppo.rollout.config",
     "RolloutDataModule": "lightning_ppo.rollout.datamodule",
+    "RunLog": "lightning_ppo.callbacks",
+    "SampleTable": "lightning_ppo.callbacks",
+    "StepCheckpoint": "lightning_ppo.callbacks",
     "StreamingPPOStrategy": "lightning_ppo.strategy",
     "WeightRefit": "lightning_ppo.callbacks",
+    "export_checkpoint": "lightning_ppo.export",
 }
 
 __all__ = [
@@ -39,10 +54,15 @@ __all__ = [
     "PPOCallback",
     "PPOConfig",
     "PPOModule",
+    "PPOProgressBar",
     "RolloutConfig",
     "RolloutDataModule",
+    "RunLog",
+    "SampleTable",
+    "StepCheckpoint",
     "StreamingPPOStrategy",
     "WeightRefit",
+    "export_checkpoint",
 ]
 
 

@@ -46,8 +46,9 @@ def check_run(trainer: L.Trainer, module: "PPOModule") -> None:
 
 
 def _check_trainer(trainer: L.Trainer) -> None:
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        raise reject("trainer.fast_dev_run", "True", "would cut a PPO step short", "set max_epochs=1 instead")
+    fast = trainer.fast_dev_run  # type: ignore[attr-defined]
+    if fast:
+        raise reject("trainer.fast_dev_run", fast, "would cut a PPO step short", "set max_epochs=1 instead")
     if trainer.max_steps != -1:
         raise reject("trainer.max_steps", trainer.max_steps, "is not supported", "limit PPO steps with max_epochs")
     if trainer.accumulate_grad_batches != 1:
@@ -83,8 +84,9 @@ def _check_trainer(trainer: L.Trainer) -> None:
         raise reject(
             "trainer.check_val_every_n_epoch", None, "counts chunks, not PPO steps", "set a number of PPO steps"
         )
-    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-        raise reject("trainer.reload_dataloaders_every_n_epochs", "...", "would drop rollouts", "leave it at 0")
+    reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    if reload:
+        raise reject("trainer.reload_dataloaders_every_n_epochs", reload, "would drop rollouts", "leave it at 0")
     if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
         raise reject(
             "trainer.callbacks",

@@ -4,6 +4,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 _EXPECTED_WARNINGS = (
     # Both models stay in eval mode on purpose: dropout would make the training forward another policy than the sampled.
@@ -14,6 +15,8 @@ _EXPECTED_WARNINGS = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     # The module has a validation step, but validation prompts are optional.
     r"Total length of `(list|PromptBatches|CombinedLoader)` across ranks is zero",
+    # Metrics of a PPO step are summed over the ranks before they are logged, and every rank validates all prompts.
+    r"It is recommended to use `self\.log\('(advantage|critic|policy|rollout|step|throughput|time|val)/",
     # A resumed run writes its checkpoints into its own folder.
     r"The dirpath has changed from .* will be reloaded",
 )
@@ -64,8 +67,10 @@ def quiet_loading() -> Iterator[None]:
 
     Other warnings of transformers are shown. The caller has to check for missing keys itself.
     """
-    from transformers.utils import logging as hf_logging
+    from transformers.utils import logging as transformers_logging
 
+    # transformers leaves it untyped
+    hf_logging: Any = transformers_logging
     bars_were_on = hf_logging.is_progress_bar_enabled()
     logger = logging.getLogger("transformers.modeling_utils")
     drop = _DropLoadReport()

@@ -71,6 +71,9 @@ class StreamingPPOStrategy(DDPStrategy):
         accelerator, model = self.accelerator, self.model
         if accelerator is None or model is None:
             raise ConfigError("strategy=StreamingPPOStrategy has no model; pass it to a Trainer and call fit")
+        # an earlier run may have failed inside a step
+        self._open_step = None
+        self._deferred.clear()
         accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(model)
         self.model_to_device()
@@ -136,6 +139,8 @@ class StreamingPPOStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        # a failure while waiting for a chunk does not pass the module
+        self.abort_step()
         if isinstance(self.launcher, _SubprocessScriptLauncher):
             # Lightning's observer would kill this process in the middle of its clean-up, once another rank is gone
             observed, self.launcher.procs = self.launcher.procs, list(self.launcher.procs)

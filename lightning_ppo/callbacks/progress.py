@@ -104,7 +104,7 @@ class PPOProgressBar(ProgressBar):
         """Advance by one PPO step."""
         self._recent.append(payload.metrics)
         if self._bar is not None:
-            self._bar.update(payload.ppo_step - self._bar.n)
+            self._bar.n = payload.ppo_step
             self._redraw()
         elif self._enabled and (payload.ppo_step == 1 or self._is_due(payload.ppo_step)):
             self._print_line(trainer, payload.ppo_step)

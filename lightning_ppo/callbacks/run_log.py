@@ -15,7 +15,7 @@ _SOURCES = ("lightning_ppo", "lightning.pytorch", "lightning.fabric")
 
 
 class RunLog(Callback):
-    """Writes `train.log` into the logger's folder: `train_pump: ...` lines, Lightning's messages, a failure's traceback.
+    """Writes `train.log` into the logger's folder: log lines of this package and of Lightning, tracebacks.
 
     Rank r > 0 writes `train_rank<r>.log`. Without a logger nothing is written.
     """

@@ -20,7 +20,7 @@ collect_ignore = ["two_ranks.py"]
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 HEALTHY = (
     "checkpointed,resumed,running,batch,regularized,one_response,ragged,unequal,masked_share,minibatches,evaluated,"
-    "heartbeat,sigterm_0,sigterm_1,plain"
+    "heartbeat,sigterm_0,sigterm_1,non_finite,plain"
 )
 """All in one pair of processes, each of which needs seconds to import everything."""
 DEADLINE_S = 240.0

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -16,6 +17,17 @@ def test_sigterm_to_one_rank_in_the_middle_of_training_ends_both_together(pair, 
     assert [chunk[:3] for chunk in mine["chunks"]] == [chunk[:3] for chunk in theirs["chunks"]]
     # signalled in the first chunk of step 1, they left before the second
     assert mine["chunks"][-1][:2] == (1, 0)
+
+
+def test_loss_that_is_not_finite_on_one_rank_fails_the_step_on_both(pair):
+    """Both still have the weights of the last boundary, and neither waits for the other in a collective."""
+    first, second = pair.seen("non_finite", 0), pair.seen("non_finite", 1)
+    assert "policy loss is nan in PPO step 1 chunk 0" in second["error"]
+    assert "draw" in second["error"]
+    assert first["error"]
+    assert first["counters"] == second["counters"] == (1, 1, 1)
+    assert len(first["policy"]) == len(second["policy"]) == 1
+    assert all(torch.equal(tensor, second["weights"][name]) for name, tensor in first["weights"].items())
 
 
 def test_failing_reward_ends_both_ranks_with_its_error(start):

@@ -45,7 +45,7 @@ def assert_same_run(together, alone, *, first: float = 1e-6, later: float = 1e-5
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_streamed_on_runs_equals_one_full_batch(pair, alone, name):
+def test_streamed_on_two_ranks_equals_one_full_batch(pair, alone, name):
     assert_same_run(pair.seen(name), alone(name))
 
 
@@ -76,7 +76,7 @@ def test_several_epochs_and_validation_equal_one_process(pair, alone):
     """With a logger, and validation between the steps, which must disturb nothing."""
     together = pair.seen("checkpointed")
     assert_same_run(together, alone("full"), later=1e-3)
-    assert together["steps"][1][1]["policy/approx_kl"] > 0
+    assert together["steps"][1][1]["policy/approx_kl"] != 0
 
 
 @pytest.mark.parametrize(

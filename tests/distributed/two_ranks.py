@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from runs import SETUPS, SaveMidStep, build
 
 import lightning_ppo as ppo
+from lightning_ppo.errors import StepError
 from lightning_ppo.rollout.engine import GenerationRequest
 from lightning_ppo.testing import FakeEngine
 
@@ -32,6 +33,15 @@ class Signal(ppo.PPOCallback):
     def on_chunk_end(self, trainer, pl_module, payload):
         if payload.chunk.ppo_step == 1 and trainer.global_rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Poison(ppo.PPOCallback):
+    """Makes the advantages of rank 1 NaN in step 1."""
+
+    def on_chunk_ready(self, trainer, pl_module, payload):
+        if payload.chunk.ppo_step == 1 and trainer.global_rank == 1:
+            for row in payload.chunk.rows:
+                object.__setattr__(row, "reward", float("nan"))
 
 
 def fit(name: str, policy: str, folder: Path) -> dict[str, Any]:
@@ -87,6 +97,16 @@ def sigterm(rank: int, policy: str, folder: Path) -> dict[str, Any]:
     return {"code": None}
 
 
+def non_finite(policy: str, folder: Path) -> dict[str, Any]:
+    """A loss is NaN on rank 1 only."""
+    run = build("unequal", policy, folder, devices=2, callbacks=(Poison(),))
+    try:
+        run.fit()
+    except StepError as error:
+        return {**run.result(), "error": str(error)}
+    return {"error": None}
+
+
 def bad_reward(policy: str, folder: Path) -> dict[str, Any]:
     """The reward fails in step 1, on rank 0, where rewards are computed."""
     calls: list[str] = []
@@ -118,6 +138,7 @@ ACTIONS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "heartbeat": heartbeat,
     "sigterm_0": partial(sigterm, 0),
     "sigterm_1": partial(sigterm, 1),
+    "non_finite": non_finite,
     "bad_reward": bad_reward,
     "stuck": stuck,
 }

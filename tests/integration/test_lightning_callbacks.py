@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
-    RichProgressBar,
     ThroughputMonitor,
     Timer,
     TQDMProgressBar,
@@ -144,10 +143,10 @@ def test_throughput_monitor(make_run, cut, tmp_path):
     run = make_run(4, rollout=cut(2, 2), callbacks=[monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1)
     run.module.flops_per_batch = None
     run.fit()
-    points = rows(run, "train|samples")
-    assert [int(float(row["train|samples"])) for row in points] == [8, 16, 24, 32]
+    points = rows(run, "train/samples")
+    assert [int(float(row["train/samples"])) for row in points] == [8, 16, 24, 32]
     assert [int(row["step"]) for row in points] == [0, 1, 2, 3]
-    assert float(rows(run, "train|device/samples_per_sec")[-1]["train|device/samples_per_sec"]) > 0
+    assert float(rows(run, "train/device/samples_per_sec")[-1]["train/device/samples_per_sec"]) > 0
 
 
 @pytest.mark.parametrize("interval", ["step", "epoch"])
@@ -206,10 +205,10 @@ def test_tensorboard_scalars_have_the_ppo_step_as_x(make_run, cut, tmp_path):
     assert [event.value for event in events.Scalars("step/chunks")] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_progress_bars_of_lightning(make_run, cut, bar, capsys):
-    pytest.importorskip("rich") if bar is RichProgressBar else None
-    run = make_run(2, rollout=cut(2, 2), callbacks=[bar()], enable_progress_bar=True, validation_prompts=VALIDATION)
+def test_progress_bar_of_lightning(make_run, cut):
+    run = make_run(
+        2, rollout=cut(2, 2), callbacks=[TQDMProgressBar()], enable_progress_bar=True, validation_prompts=VALIDATION
+    )
     run.fit()
     assert run.trainer.global_step == 2
 
@@ -221,5 +220,5 @@ def test_profiler_names_our_hooks(make_run, tmp_path):
     run = make_run(1, callbacks=[Own()], profiler=SimpleProfiler(tmp_path, "profile"))
     run.fit()
     actions = run.trainer.profiler.recorded_durations
-    assert any(name.startswith("[Callback]Own") and name.endswith("on_critic_epoch_end") for name in actions)
+    assert any(name.startswith("[Callback]") and ".Own." in name and name.endswith("on_critic_epoch_end") for name in actions)
     assert "[_TrainingEpochLoop].train_dataloader_next" in actions

@@ -233,6 +233,22 @@ def test_second_fit_on_the_same_trainer_continues(make_run):
     assert threads() == []
 
 
+def test_save_after_fit_knows_where_the_prompts_are(make_run, tmp_path):
+    """Rollouts are closed by then; a resumed run still continues with the first untrained prompt."""
+    run = make_run(2)
+    run.fit()
+    run.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    draws = []
+
+    class Follow(ppo.PPOCallback):
+        def on_chunk_ready(self, trainer, pl_module, payload):
+            draws.extend(payload.chunk.draws)
+
+    resumed = make_run(3, callbacks=[Follow()])
+    resumed.fit(tmp_path / "two.ckpt")
+    assert draws == [8, 9, 10, 11]
+
+
 def test_fit_then_validate_then_predict(make_run):
     run = make_run(1, fake=CountingEngine(), validation_prompts=VALIDATION)
     run.fit()

@@ -1,0 +1,119 @@
+"""What the command line prints: results on stdout, one line per fault on stderr, nothing of Lightning's chatter."""
+
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+from lightning_ppo.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    RolloutError,
+    StepError,
+    UpdateInProgressError,
+)
+
+SETTING_ERRORS = (ConfigError, DataError, CheckpointError, MisconfigurationException)
+"""Something that was given cannot be used; exit code 2."""
+
+RUN_ERRORS = (RewardError, EngineError, RolloutError, StepError, UpdateInProgressError)
+"""The run failed; exit code 1."""
+
+
+def say(text: str) -> None:
+    """Print a result, on rank 0."""
+    if _rank() == 0:
+        print(text, flush=True)
+
+
+def complain(text: str) -> None:
+    """Print one line to stderr, on rank 0."""
+    if _rank() == 0:
+        print(" ".join(text.split()), file=sys.stderr, flush=True)
+
+
+def fail_setting(error: BaseException) -> int:
+    """Say what cannot be used; every rank finds the same fault, rank 0 says so.
+
+    Returns:
+        The exit code.
+    """
+    complain(f"error: {error}")
+    return 2
+
+
+def fail_run(error: BaseException, log_file: object) -> int:
+    """Say why the run failed, on every rank, and where the traceback is.
+
+    Returns:
+        The exit code.
+    """
+    rank = _rank()
+    who = "error" if rank == 0 else f"error (rank {rank})"
+    where = "" if log_file is None else f" (traceback in {log_file})"
+    print(" ".join(f"{who}: {error}{where}".split()), file=sys.stderr, flush=True)
+    return 1
+
+
+def one_line(message: str) -> str:
+    r"""Shorten jsonargparse's message to one line: the key, its value, and what would fit.
+
+    Example:
+        >>> one_line('Parser key "model.ppo.gamma":\n  Expected a <class \'float\'>. Got value: x')
+        'model.ppo.gamma=x does not fit; give float'
+    """
+    text = re.sub(r"<class '([^']+)'>", r"\1", message).replace("NoneType", "null")
+    text = text.replace("typing.", "").replace("collections.abc.", "")
+    key = re.search(r'Parser key "([^"]+)":', text)
+    value = re.search(r"(?:Got|Given) value: (.*)\Z", text, re.DOTALL)
+    expected = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", text, re.MULTILINE)
+    reason = re.search(r"expects a function or a callable class: (.*)", text)
+    if key and value and reason:
+        what = f"{key[1]}={value[1]} does not fit; {reason[1]}"
+    elif key and value and expected:
+        options = [re.sub(r"Literal\[(.*)\]", r"one of \1", option) for option in expected]
+        what = f"{key[1]}={value[1]} does not fit; give {' or '.join(options)}"
+    else:
+        what = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
+    return " ".join(what.split())
+
+
+def parameter_count(model: Any) -> str:
+    """Count a model's parameters, to three digits."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for unit, scale in ((" B", 1e9), (" M", 1e6), (" k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g}{unit}"
+    return str(count)
+
+
+def _rank() -> int:
+    # Lightning sets it when it is imported, and again when ranks are known
+    return int(getattr(rank_zero_only, "rank", 0))
+
+
+@contextmanager
+def lightning_warns_only() -> Iterator[None]:
+    """Keep Lightning's INFO lines off the console; `RunLog` writes them to the run's file."""
+    handlers = [
+        handler
+        for name in ("lightning", "lightning.pytorch", "lightning.fabric")
+        for handler in logging.getLogger(name).handlers
+        if isinstance(handler, logging.StreamHandler)
+    ]
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)

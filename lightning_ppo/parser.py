@@ -1,0 +1,43 @@
+"""PPOParser: the command line's keys that are not arguments of the trainer, the module or the data module."""
+
+from typing import NoReturn
+
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from lightning_ppo.callbacks import PPOProgressBar, SampleTable, StepCheckpoint
+from lightning_ppo.console import one_line
+
+
+class PPOParser(LightningArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        self.exit(2, f"error: {one_line(message)}\n")
+
+
+def add_callback_arguments(parser: LightningArgumentParser) -> None:
+    """Add the sections `checkpoint`, `samples` and `progress`: callbacks that every run has."""
+    parser.add_lightning_class_args(StepCheckpoint, "checkpoint")
+    parser.add_lightning_class_args(SampleTable, "samples")
+    parser.add_lightning_class_args(PPOProgressBar, "progress")
+    parser.set_defaults(
+        {
+            "checkpoint.filename": "ppo_step={step}",
+            "checkpoint.auto_insert_metric_name": False,
+            "checkpoint.every_n_train_steps": 25,
+            "checkpoint.save_top_k": -1,
+            # a link instead of a second copy
+            "checkpoint.save_last": "link",
+        }
+    )
+
+
+def export_parser(description: str) -> PPOParser:
+    """Build the parser of `export`."""
+    parser = PPOParser(usage="lightning-ppo export CKPT DIR [--policy FOLDER]", description=description)
+    parser.add_argument("ckpt", type=str, help="Checkpoint of a run.")
+    parser.add_argument("directory", type=str, help="Where to write policy/ and critic/; new or empty.")
+    parser.add_argument("--policy", type=str | None, help="The run's policy folder, if it has moved since.")
+    return parser

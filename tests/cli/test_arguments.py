@@ -1,0 +1,177 @@
+"""Keys, their help, the shipped configs, and one line for everything that cannot be used."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_ppo.cli import PPOCLI
+from lightning_ppo.console import one_line
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.schedulers import LinearWarmupDecay
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ("--config", str(ROOT / "configs/quickstart.yaml"))
+OURS = ("model.", "data.", "samples.", "progress.", "checkpoint.")
+
+
+@pytest.fixture(autouse=True)
+def _repository_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    """The subcommands' parsers; building them takes a second."""
+
+    class ParserOnly(PPOCLI):
+        def before_instantiate_classes(self):
+            pass
+
+        def instantiate_classes(self):
+            pass
+
+    before = os.environ.get("PL_GLOBAL_SEED")
+    cli = ParserOnly(["fit", *QUICKSTART])
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    if before is not None:
+        os.environ["PL_GLOBAL_SEED"] = before
+    return cli._subcommand_parsers
+
+
+def undocumented(parser):
+    return [
+        action.dest
+        for action in parser._actions
+        if action.dest.startswith(OURS) and action.help != argparse.SUPPRESS and not (action.help or "").strip()
+    ]
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "validate", "predict"])
+def test_every_key_is_documented(parsers, subcommand):
+    parser = parsers[subcommand]
+    keys = {action.dest for action in parser._actions}
+    assert {f"data.rollout.{name}" for name in RolloutConfig.__dataclass_fields__} <= keys
+    assert {"model.ppo.gamma", "data.engine.slots", "samples.rows", "progress.every_n_steps"} <= keys
+    assert undocumented(parser) == []
+
+
+def test_the_check_for_documentation_can_fail(parsers):
+    parser = type(parsers["fit"])()
+    parser.add_argument("--model.mystery", type=int)
+    assert undocumented(parser) == ["model.mystery"]
+
+
+def test_subcommands_are_ours(parsers, command):
+    assert list(parsers) == ["fit", "validate", "predict"]
+    outcome = command("--help")
+    assert outcome.code == 0
+    assert "export" in outcome.out
+    outcome = command("test")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "offset"])
+def test_shipped_config_builds(name):
+    path = ROOT / f"configs/{name}.yaml"
+    assert len(path.read_text().splitlines()) <= 25
+    cli = PPOCLI(["fit", "--config", str(path), "--seed_everything", "3"])
+    assert cli.datamodule.run_seed == 3
+    assert cli.trainer.logger.name == name
+    assert cli.trainer.checkpoint_callback.every_n_epochs == 0
+    assert cli.trainer.max_epochs == 100
+    optimizers, schedulers = cli.model.configure_optimizers()
+    assert isinstance(optimizers[0], torch.optim.AdamW)
+    assert optimizers[0].defaults["betas"] == (0.9, 0.99)
+    assert isinstance(schedulers[0]["scheduler"], LinearWarmupDecay)
+
+
+def test_seed_and_stop_tokens_reach_the_rollouts():
+    arguments = ["fit", *QUICKSTART, "--trainer.logger", "false", "--data.rollout.stop_token_ids", "[1, 2]"]
+    seeds = [
+        PPOCLI([*arguments, *extra]).datamodule.run_seed
+        for extra in (["--seed_everything", "3"], ["--seed_everything", "4", "--data.rollout.seed", "9"], [])
+    ]
+    assert seeds == [3, 9, 0]
+    assert PPOCLI(arguments).datamodule.rollout.stop_token_ids == (1, 2)
+
+
+def test_own_callbacks_replace_the_defaults():
+    given = [
+        *("--trainer.callbacks+", "lightning_ppo.callbacks.SampleTable"),
+        *("--trainer.callbacks.rows", "3"),
+        *("--trainer.callbacks+", "lightning.pytorch.callbacks.TQDMProgressBar"),
+    ]
+    cli = PPOCLI(["fit", *QUICKSTART, *given, "--trainer.enable_checkpointing", "false"])
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    assert names.count("SampleTable") == 1
+    assert "PPOProgressBar" not in names
+    assert "StepCheckpoint" not in names
+
+
+BAD = [
+    (["--model.ppo.clip_eps", "-1"], "clip_eps=-1.0 is out of range; set a finite number > 0 and <= 1"),
+    (["--model.ppo.clip_eps", "abc"], "model.ppo.clip_eps=abc does not fit; give float"),
+    (["--model.ppo.clipeps", "3"], "unrecognized arguments: --model.ppo.clipeps 3"),
+    (["--data.rollout.stop_token_ids", "x"], "data.rollout.stop_token_ids=x does not fit; give tuple or null"),
+    (["--model.policy_optimizer", "torch.optim.AdamWW"], "module 'torch.optim' has no attribute 'AdamWW'"),
+    (["--model.policy", "nowhere"], "policy=nowhere is not a Hugging Face folder"),
+    (["--data.prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+    (["--data.reward", "nowhere.py:f"], "reward=nowhere.py:f does not exist"),
+    (["--config", "nowhere.yaml"], "File does not exist"),
+    (["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist"),
+    (["--ckpt_path", "README.md"], "ckpt_path=README.md is no checkpoint of lightning_ppo"),
+    (["--trainer.strategy", "ddp"], "strategy=DDPStrategy cannot run PPO steps"),
+    (["--trainer.strategy", "nothing"], "invalid strategy name"),
+    (["--trainer.precision", "16-mixed"], "trainer.precision=16-mixed changes its loss scale"),
+    (["--trainer.max_steps", "5"], "trainer.max_steps=5 is not supported"),
+    (["--model.ppo.ppo_epochs", "2"], "ppo_epochs=2 needs the whole step at once"),
+    (
+        ["--trainer.callbacks", "lightning.pytorch.callbacks.OnExceptionCheckpoint", "--trainer.callbacks.dirpath=x"],
+        "trainer.callbacks=OnExceptionCheckpoint would save in the middle of a PPO step",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
+def test_bad_setting_is_one_line(command, tmp_path, arguments, message):
+    outcome = command("fit", *QUICKSTART, "--trainer.default_root_dir", str(tmp_path), *arguments)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.endswith("\n")
+    assert outcome.err.count("\n") == 1
+    assert message in outcome.err
+    assert not list(tmp_path.rglob("config.yaml"))
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "predict"])
+def test_evaluation_needs_validation_prompts(command, subcommand):
+    outcome = command(subcommand, *QUICKSTART, "--data.validation_prompts", "null")
+    assert outcome.code == 2
+    assert outcome.err == (
+        f"error: data.validation_prompts=None leaves nothing to {subcommand}; give a jsonl file of prompts\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("some\n  thing else", "some thing else"),
+        ('Parser key "config": no file', "config: no file"),
+        (
+            'Parser key "a.b":\n  Does not validate against any of the Union subtypes\n  Subtypes: [<class \'int\'>, '
+            "<class 'NoneType'>]\n  Errors:\n    - Expected a <class 'int'>\n    - Expected a <class 'NoneType'>\n"
+            "  Given value type: <class 'str'>\n  Given value: x y",
+            "a.b=x y does not fit; give int or null",
+        ),
+        (
+            'Parser key "k":\n  Expected a typing.Literal[\'a\', \'b\']. Got value: c',
+            "k=c does not fit; give one of 'a', 'b'",
+        ),
+    ],
+)
+def test_parser_messages_become_one_line(message, line):
+    assert one_line(message) == line
