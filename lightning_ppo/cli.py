@@ -86,6 +86,8 @@ class PPOCLI(LightningCLI):
             RolloutDataModule,
             args=argv,
             auto_configure_optimizers=False,
+            # settings are in config.yaml; those in a checkpoint would override the command line
+            load_from_checkpoint_support=False,
             parser_class=PPOParser,
             parser_kwargs={"prog": "lightning-ppo", "description": "Streaming PPO with a critic for language models."},
             save_config_callback=RunConfig,

@@ -71,9 +71,6 @@ class StreamingPPOStrategy(DDPStrategy):
         accelerator, model = self.accelerator, self.model
         if accelerator is None or model is None:
             raise ConfigError("strategy=StreamingPPOStrategy has no model; pass it to a Trainer and call fit")
-        # an earlier run may have failed inside a step
-        self._open_step = None
-        self._deferred.clear()
         accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(model)
         self.model_to_device()
@@ -151,6 +148,9 @@ class StreamingPPOStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         self._run_closers()
+        # the run may have failed inside a step
+        self._open_step = None
+        self._deferred.clear()
         if self._residency is not None:
             self._residency.release()
             self._residency = None

@@ -162,13 +162,13 @@ def test_evaluation_needs_validation_prompts(command, subcommand):
         ("some\n  thing else", "some thing else"),
         ('Parser key "config": no file', "config: no file"),
         (
-            'Parser key "a.b":\n  Does not validate against any of the Union subtypes\n  Subtypes: [<class \'int\'>, '
+            "Parser key \"a.b\":\n  Does not validate against any of the Union subtypes\n  Subtypes: [<class 'int'>, "
             "<class 'NoneType'>]\n  Errors:\n    - Expected a <class 'int'>\n    - Expected a <class 'NoneType'>\n"
             "  Given value type: <class 'str'>\n  Given value: x y",
             "a.b=x y does not fit; give int or null",
         ),
         (
-            'Parser key "k":\n  Expected a typing.Literal[\'a\', \'b\']. Got value: c',
+            "Parser key \"k\":\n  Expected a typing.Literal['a', 'b']. Got value: c",
             "k=c does not fit; give one of 'a', 'b'",
         ),
     ],

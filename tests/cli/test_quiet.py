@@ -37,7 +37,11 @@ def test_expected_log_lines_are_silent_and_others_are_not(caplog):
     assert len(INFO.filters) == 1
     INFO.addHandler(caplog.handler)
     try:
-        for message in ("💡 Tip: For seamless cloud logging", "GPU available: False, used: False", "Restored all states"):
+        for message in (
+            "💡 Tip: For seamless cloud logging",
+            "GPU available: False, used: False",
+            "Restored all states",
+        ):
             INFO.warning(message)
     finally:
         INFO.removeHandler(caplog.handler)

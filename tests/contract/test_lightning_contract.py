@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 UPSTREAM = "https://github.com/Lightning-AI/pytorch-lightning/issues/"
 
@@ -239,6 +239,7 @@ def test_configured_callbacks_are_added_to_those_of_the_trainer(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_all_saves_and_removals_pass_the_strategy(tmp_path):
     events = []
     saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=1, filename="{epoch}")
@@ -247,7 +248,8 @@ def test_all_saves_and_removals_pass_the_strategy(tmp_path):
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     passed = [event for event in events if isinstance(event, tuple)]
     contract(
-        passed == [("save", "epoch=0.ckpt"), ("save", "epoch=1.ckpt"), ("remove", "epoch=0.ckpt"), ("save", "own.ckpt")],
+        passed
+        == [("save", "epoch=0.ckpt"), ("save", "epoch=1.ckpt"), ("remove", "epoch=0.ckpt"), ("save", "own.ckpt")],
         "the checkpoint window is in Strategy.save_checkpoint and remove_checkpoint; a save that goes another way would "
         f"tear a PPO step: {passed}",
     )
@@ -365,7 +367,8 @@ def test_sigterm_sets_a_flag_that_a_waiting_loader_can_see(tmp_path):
     seen = []
     before = signal.getsignal(signal.SIGTERM)
     try:
-        trainer_for(tmp_path, epochs=1).fit(Tiny(), datamodule=Waits([]))
+        with pytest.raises(SIGTERMException):
+            trainer_for(tmp_path, epochs=1).fit(Tiny(), datamodule=Waits([]))
     finally:
         signal.signal(signal.SIGTERM, before)
     contract(
@@ -381,6 +384,7 @@ def test_gradients_are_cleared_around_validation_by_a_hook_that_can_be_overridde
     module.on_validation_model_zero_grad = lambda: called.append(True)
     trainer = trainer_for(tmp_path, epochs=1, limit_val_batches=1)
     trainer.strategy.accumulate = 1
+    module.on_train_start = lambda: setattr(trainer, "val_check_batch", float("inf"))
     trainer.fit(module, datamodule=Data([]))
     contract(
         called,
@@ -403,7 +407,12 @@ def test_strategy_hooks_that_ours_overrides_still_exist():
             "setup_precision_plugin",
         ),
     }
-    missing = [f"{kind.__name__}.{name}" for kind, attributes in names.items() for name in attributes if not hasattr(kind, name)]
+    missing = [
+        f"{kind.__name__}.{name}"
+        for kind, attributes in names.items()
+        for name in attributes
+        if not hasattr(kind, name)
+    ]
     contract(not missing, f"StreamingPPOStrategy overrides or calls {missing}, which are gone")
 
 

@@ -205,7 +205,9 @@ def test_engine_that_hangs_in_validation(make_run):
 def poison(name):
     def action(trainer, pl_module):
         with torch.no_grad():
-            next(p for n, p in pl_module.named_parameters() if n.startswith(name) and p.dim() > 1).view(-1)[-1] = math.nan
+            next(p for n, p in pl_module.named_parameters() if n.startswith(name) and p.dim() > 1).view(-1)[-1] = (
+                math.nan
+            )
 
     return action
 
@@ -254,7 +256,9 @@ def test_nan_weight_fails_the_step_and_keeps_the_last_checkpoint(make_run, cut, 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize(("model", "where"), [("policy", "PPO step 0 chunk 1"), ("critic", "critic epoch 0 of PPO step 0")])
+@pytest.mark.parametrize(
+    ("model", "where"), [("policy", "PPO step 0 chunk 1"), ("critic", "critic epoch 0 of PPO step 0")]
+)
 def test_bad_gradient_of_a_finite_loss(make_run, cut, model, where, value):
     """Only the backward pass goes wrong; the chunk and its samples are named."""
 

@@ -118,7 +118,9 @@ def test_payloads(make_run, cut):
     assert [(end.ppo_step, len(end.stats), end.stats[0].num_tokens) for end in policy] == [
         (number, 1, batch.num_tokens) for number, batch in enumerate(batches)
     ]
-    assert all(payload.optimizer is run.module.optimizer("policy") for payload in record.payloads("on_before_policy_step"))
+    assert all(
+        payload.optimizer is run.module.optimizer("policy") for payload in record.payloads("on_before_policy_step")
+    )
     assert [(p.policy_version, p.weights_changed) for p in record.payloads("on_before_refit")] == [(1, True), (2, True)]
     assert [p.policy_version for p in record.payloads("on_refit_end")] == [1, 2]
     assert all(payload.seconds >= 0 for payload in record.payloads("on_refit_end"))

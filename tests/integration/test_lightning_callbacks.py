@@ -69,7 +69,9 @@ def test_model_checkpoint_keeps_the_best_validation_reward(make_run, cut, tmp_pa
 
 
 def test_model_checkpoint_on_a_training_metric(make_run, tmp_path):
-    saver = ModelCheckpoint(tmp_path / "saved", monitor="rollout/reward_mean", mode="max", save_top_k=2, filename="{step}")
+    saver = ModelCheckpoint(
+        tmp_path / "saved", monitor="rollout/reward_mean", mode="max", save_top_k=2, filename="{step}"
+    )
     run = make_run(4, callbacks=[saver], enable_checkpointing=True)
     run.fit()
     assert len(list((tmp_path / "saved").iterdir())) == 2
@@ -85,7 +87,9 @@ def test_last_checkpoint_as_a_link(make_run, tmp_path):
 
 def test_default_checkpoint_callback(make_run, tmp_path):
     """Without a callback of one's own Lightning keeps the last step; nothing has to be switched off for us."""
-    run = make_run(2, rollout={"min_groups_for_streaming_train": 2}, enable_checkpointing=True, logger=CSVLogger(tmp_path))
+    run = make_run(
+        2, rollout={"min_groups_for_streaming_train": 2}, enable_checkpointing=True, logger=CSVLogger(tmp_path)
+    )
     run.fit()
     assert torch.load(run.trainer.checkpoint_callback.best_model_path, weights_only=True)["global_step"] == 2
 
@@ -111,7 +115,9 @@ def test_learning_rate_monitor_counts_ppo_steps(make_run, cut, tmp_path):
 
 
 def test_metrics_have_one_point_per_ppo_step(make_run, cut, tmp_path):
-    run = make_run(3, rollout=cut(2, 1, 1), logger=CSVLogger(tmp_path), log_every_n_steps=1, validation_prompts=VALIDATION)
+    run = make_run(
+        3, rollout=cut(2, 1, 1), logger=CSVLogger(tmp_path), log_every_n_steps=1, validation_prompts=VALIDATION
+    )
     run.fit()
     for name in ("policy/loss", "critic/loss", "rollout/reward_mean", "time/step_s", "val/reward_mean"):
         assert [int(row["step"]) for row in rows(run, name)] == [0, 1, 2], name
@@ -220,5 +226,7 @@ def test_profiler_names_our_hooks(make_run, tmp_path):
     run = make_run(1, callbacks=[Own()], profiler=SimpleProfiler(tmp_path, "profile"))
     run.fit()
     actions = run.trainer.profiler.recorded_durations
-    assert any(name.startswith("[Callback]") and ".Own." in name and name.endswith("on_critic_epoch_end") for name in actions)
+    assert any(
+        name.startswith("[Callback]") and ".Own." in name and name.endswith("on_critic_epoch_end") for name in actions
+    )
     assert "[_TrainingEpochLoop].train_dataloader_next" in actions

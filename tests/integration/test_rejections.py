@@ -79,7 +79,7 @@ def test_supported_precisions(make_run, precision):
 
 
 @pytest.mark.filterwarnings("ignore:`.fit\\(ckpt_path=None\\)` was called without a model")
-@pytest.mark.filterwarnings("ignore:.fit\\(ckpt_path=\"last\"\\) is set")
+@pytest.mark.filterwarnings('ignore:.fit\\(ckpt_path="last"\\) is set')
 def test_on_exception_checkpoint(make_run, tmp_path):
     """It saves in the middle of a step, and `fit` would then resume from there by itself."""
     run = make_run(1, callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
@@ -241,7 +241,9 @@ def other_vocabulary(folder):
 
 def test_models_that_do_not_fit(policy_folder, tmp_path):
     other = other_vocabulary(tmp_path / "other")
-    with pytest.raises(ConfigError, match=rf"^critic=\S+ has 50 tokens, the policy {len(CHARACTERS)}; give one of the same vocabulary$"):
+    with pytest.raises(
+        ConfigError, match=rf"^critic=\S+ has 50 tokens, the policy {len(CHARACTERS)}; give one of the same vocabulary$"
+    ):
         ppo.PPOModule(policy_folder, critic=other)
     with pytest.raises(ConfigError, match=r"^reference=\S+ is not used with kl_placement=none; "):
         ppo.PPOModule(policy_folder, reference=policy_folder)
@@ -315,7 +317,9 @@ def test_checkpoint_of_other_prompts(make_run, tmp_path):
     run.fit()
     run.trainer.save_checkpoint(tmp_path / "a.ckpt")
     other = make_run(2, prompts=[{"prompt": "^zz="}])
-    with pytest.raises(CheckpointError, match="the prompts differ from those of the checkpoint; resume with the same data set"):
+    with pytest.raises(
+        CheckpointError, match="the prompts differ from those of the checkpoint; resume with the same data set"
+    ):
         other.fit(tmp_path / "a.ckpt")
     assert other.fake.spec is None
 

@@ -100,7 +100,11 @@ ENGINE = [
 
 @pytest.mark.parametrize(
     ("kind", "field", "value"),
-    [(kind, *case) for kind, cases in ((PPOConfig, PPO), (RolloutConfig, ROLLOUT), (LocalEngineConfig, ENGINE)) for case in cases],
+    [
+        (kind, *case)
+        for kind, cases in ((PPOConfig, PPO), (RolloutConfig, ROLLOUT), (LocalEngineConfig, ENGINE))
+        for case in cases
+    ],
 )
 def test_bad_value_is_rejected_in_one_line_that_names_the_field(kind, field, value):
     with pytest.raises(ConfigError) as caught:

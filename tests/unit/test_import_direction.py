@@ -66,7 +66,9 @@ def imported_by(*places):
 def test_the_test_sees_the_imports():
     assert ("lightning_ppo.module", "lightning_ppo.strategy") in imported_by("module")
     assert len(FILES) > 30
-    tree = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    import c")
+    tree = ast.parse(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    import c"
+    )
     assert imports_of(tree) == {"typing", "b", "c"}
 
 
@@ -187,5 +189,11 @@ def test_public_names():
 def test_type_checkers_see_the_same_names():
     tree = ast.parse(FILES[PACKAGE].read_text(encoding="utf-8"))
     blocks = [node for node in tree.body if is_type_checking(node)]
-    seen = {alias.name for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    seen = {
+        alias.name
+        for block in blocks
+        for node in ast.walk(block)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert seen == set(lightning_ppo.__all__)

@@ -1,0 +1,91 @@
+"""The examples run as they stand, from the repository root."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_ppo as ppo
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def example():
+    """The example's callback, imported without running the example."""
+    spec = importlib.util.spec_from_file_location("custom_critic_epochs", ROOT / "examples/custom_critic_epochs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.UntilTheLossStopsFalling
+
+
+class Losses(ppo.PPOCallback):
+    def __init__(self):
+        self.passes = []
+
+    def on_chunk_ready(self, trainer, pl_module, payload):
+        self.passes.append([])
+
+    def on_critic_epoch_end(self, trainer, pl_module, payload):
+        self.passes[-1].append([stats.loss for stats in payload.stats])
+
+
+def test_custom_critic_epochs_is_in_charge(make_run, example):
+    """It trains as long as the loss falls, no matter what the settings say, and both models end at the same step."""
+    losses = Losses()
+    run = make_run(3, callbacks=[example(), losses], ppo_settings={"critic_ppo_epochs": 1})
+    run.fit()
+    for passes in losses.passes:
+        assert 2 <= len(passes) <= 8
+        assert all(len(stats) == 2 for stats in passes)
+        whole = [stats[1] for stats in passes]
+        falls = [later <= 0.98 * min(whole[: i + 1]) for i, later in enumerate(whole[1:])]
+        assert all(falls[:-1])
+        assert not falls[-1] or len(passes) == 8
+    assert run.trainer.callback_metrics["critic/epochs"] == len(losses.passes[-1])
+    assert int(run.module.critic.completed_steps) == run.trainer.global_step == 3
+
+
+def test_custom_critic_epochs_takes_the_rows_that_it_missed_most(make_run, example):
+    batches = []
+
+    class Keep(ppo.PPOCallback):
+        def on_rollout_batch_complete(self, trainer, pl_module, payload):
+            batches.append(payload.batch)
+
+    make_run(1, callbacks=[Keep()]).fit()
+    hard, rest = example().minibatches(None, batches[0], 0)
+    errors = {row.trajectory.sample_id: float((row.returns - row.values).abs().mean()) for row in rest}
+    assert rest == batches[0].rows
+    assert len(hard) == 4
+    assert sorted(errors[row.trajectory.sample_id] for row in hard) == sorted(errors.values())[4:]
+
+
+@pytest.mark.slow
+def test_custom_critic_epochs_runs(tmp_path):
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    result = subprocess.run(
+        [sys.executable, "examples/custom_critic_epochs.py"],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    printed = ast.literal_eval(re.findall(r"^\{.*\}$", result.stdout, flags=re.MULTILINE)[-1])
+    assert 2 <= printed["critic/epochs"] <= 8
+    assert printed["critic/loss_last_epoch"] > 0
+
+
+def test_examples_are_short():
+    assert len((ROOT / "examples/custom_critic_epochs.py").read_text().splitlines()) <= 45
+    assert len((ROOT / "examples/minimal_fit.py").read_text().splitlines()) <= 40
