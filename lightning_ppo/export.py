@@ -23,7 +23,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from lightning_ppo.checkpoint import KEY, check_fits_together
 from lightning_ppo.errors import CheckpointError, ConfigError
 from lightning_ppo.models.load import load_tokenizer
+from lightning_ppo.quiet import quiet_loading
 from lightning_ppo.validation import reject
+
+_PARTS: dict[str, Any] = {"policy": AutoModelForCausalLM, "critic": AutoModelForTokenClassification}
 
 
 def export_checkpoint(checkpoint: str | Path, directory: str | Path, policy: str | None = None) -> None:
@@ -53,12 +56,13 @@ def export_checkpoint(checkpoint: str | Path, directory: str | Path, policy: str
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        for name, auto in (("policy", AutoModelForCausalLM), ("critic", AutoModelForTokenClassification)):
+        for name, auto in _PARTS.items():
             config = _config(ours.get(f"{name}_config"), tokenizer_folder, is_critic=name == "critic")
             model = _build(auto, config, content["state_dict"], f"{name}.model.", checkpoint)
             if name == "policy" and "generation_config" in ours:
                 model.generation_config = GenerationConfig.from_dict(json.loads(ours["generation_config"]))
-            model.save_pretrained(scratch / name)
+            with quiet_loading():
+                model.save_pretrained(scratch / name)
             tokenizer.save_pretrained(scratch / name)
         # mkdtemp hides the folder from other users
         scratch.chmod(0o777 & ~_umask())

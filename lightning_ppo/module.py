@@ -22,12 +22,13 @@ from lightning_ppo.checks import check_context, check_run
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
 from lightning_ppo.models.critic import CriticModel
-from lightning_ppo.models.load import load_critic, load_policy, load_tokenizer
+from lightning_ppo.models.load import check_vocabulary, load_critic, load_policy, load_tokenizer
 from lightning_ppo.models.policy import PolicyModel
 from lightning_ppo.ppo_step import PPOStep, make_ppo_step
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.engine import PolicySpec
+from lightning_ppo.rollout.report import records, summary
 from lightning_ppo.schedulers import default_critic_optimizer, default_policy_optimizer
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.updates.critic_update import CriticUpdate
@@ -76,12 +77,13 @@ class PPOModule(L.LightningModule):
         self.tokenizer = load_tokenizer(tokenizer or policy, "tokenizer" if tokenizer else "policy")
         self.policy = PolicyModel(load_policy(policy))
         self.critic = CriticModel(load_critic(critic or policy, field="critic" if critic else "policy"))
-        self._check_vocabulary(critic or policy)
+        check_vocabulary(self.critic.model, self.policy.model, "critic", critic or policy)
         # in a tuple it is no submodule: the reference is never trained and never checkpointed
         self._frozen: tuple[PolicyModel, ...] = ()
         if ppo.kl_placement != "none":
             self._frozen = (PolicyModel(load_policy(reference or policy, field="reference")),)
             self._frozen[0].requires_grad_(False)
+            check_vocabulary(self._frozen[0].model, self.policy.model, "reference", reference or policy)
         elif reference is not None:
             raise reject(
                 "reference", reference, "is not used with kl_placement=none", "set ppo.kl_placement or drop it"
@@ -95,6 +97,7 @@ class PPOModule(L.LightningModule):
         self.policy_version = 0
         """Version of the policy that the generators serve; +1 per PPO step."""
         self._step: PPOStep | None = None
+        self._stop_after_step = False
         self._running_centre: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ for callbacks
@@ -233,7 +236,14 @@ class PPOModule(L.LightningModule):
     @override
     def on_train_batch_end(self, outputs: Any, batch: Chunk, batch_idx: int) -> None:
         # callbacks come first, so that ModelCheckpoint has asked for its save already
-        self.streaming_strategy.flush_saves()
+        strategy, trainer = self.streaming_strategy, self.trainer
+        strategy.flush_saves()
+        # Timer and others ask to stop between any two batches; a PPO step that has begun is completed first
+        if strategy.open_step is not None:
+            self._stop_after_step = self._stop_after_step or trainer.should_stop
+            trainer.should_stop = False
+        elif self._stop_after_step:
+            self._stop_after_step, trainer.should_stop = False, True
 
     @override
     def on_validation_model_zero_grad(self) -> None:
@@ -250,28 +260,13 @@ class PPOModule(L.LightningModule):
     @override
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
         rows = self.rollouts.sample(batch, namespace="validation")
-        metrics = {
-            "val/reward_mean": sum(row.reward for row in rows) / len(rows),
-            "val/response_length": sum(len(row.response_ids) for row in rows) / len(rows),
-            "val/truncated_fraction": sum(row.truncated for row in rows) / len(rows),
-        }
+        metrics = {f"val/{name}": value for name, value in summary(rows).items()}
         self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=len(rows))
 
     @override
     def predict_step(self, batch: list[Prompt], batch_idx: int) -> list[dict[str, Any]]:
         rows = self.rollouts.sample(batch, namespace="predict")
-        return [
-            {
-                "prompt": prompt.text,
-                "response": row.response_text,
-                "reward": row.reward,
-                "finish_reason": row.finish_reason,
-                "response_ids": row.response_ids.tolist(),
-                "logprobs": row.rollout_logprobs.tolist(),
-                **prompt.columns,
-            }
-            for prompt, row in zip(batch, rows, strict=True)
-        ]
+        return records(batch, rows)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -296,8 +291,3 @@ class PPOModule(L.LightningModule):
         if self._step is None:
             raise ConfigError("PPOModule has no running fit; call Trainer.fit first")
         return self._step
-
-    def _check_vocabulary(self, critic: str) -> None:
-        ours, theirs = self.policy.model.config.vocab_size, self.critic.model.config.vocab_size
-        if ours != theirs:
-            raise reject("critic", critic, f"has {theirs} tokens, the policy {ours}", "give one of the same vocabulary")

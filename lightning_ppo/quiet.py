@@ -65,7 +65,7 @@ def quiet_expected_warnings() -> None:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Load Hugging Face folders without progress bars and without transformers' load report.
+    """Load or write Hugging Face folders without progress bars and without transformers' load report.
 
     Other warnings of transformers are shown. The caller has to check for missing keys itself.
     """

@@ -87,6 +87,17 @@ def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "c
     return model
 
 
+def check_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, field: str, folder: str) -> None:
+    """Check that a model reads the policy's tokens.
+
+    Raises:
+        ConfigError: the vocabularies have different sizes.
+    """
+    ours, theirs = policy.config.vocab_size, model.config.vocab_size
+    if ours != theirs:
+        raise reject(field, folder, f"has {theirs} tokens, the policy {ours}", "give one of the same vocabulary")
+
+
 def _check_folder(folder: str, field: str) -> None:
     if not (Path(folder) / "config.json").is_file():
         raise reject(field, folder, "is not a Hugging Face folder (no config.json)", "give the path of one")

@@ -69,7 +69,8 @@ class RolloutDataModule(L.LightningDataModule):
         self.run_seed = rollout.seed if rollout.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._train_set: PromptSet | None = None
         self._validation_set: PromptSet | None = None
-        self._stream: PromptStream | None = None
+        self._position: dict[str, Any] = {}
+        """State of the last run's collector, for a save after `fit` and for another `fit` that goes on."""
         self._engine: Engine | None = None
         self._collector: Collector | None = None
         self._tokenizer: Any = None
@@ -112,8 +113,6 @@ class RolloutDataModule(L.LightningDataModule):
         self._stop_token_ids = (tokenizer.eos_token_id,) if stop is None and tokenizer.eos_token_id is not None else ()
         if stop is not None:
             self._stop_token_ids = stop
-        if self._stream is None:
-            self._stream = PromptStream(len(self._train_set), self.run_seed, self.rollout.shuffle)
         # a collective, so it is asked for here and not by rank 0 alone
         self._directory = self._run_directory()
         if self._trainer().is_global_zero:
@@ -121,7 +120,7 @@ class RolloutDataModule(L.LightningDataModule):
             self._collector = Collector(
                 self._engine,
                 self._train_set,
-                self._stream,
+                PromptStream(len(self._train_set), self.run_seed, self.rollout.shuffle),
                 self._reward,
                 make_sampler(self.rollout),
                 self.rollout,
@@ -130,6 +129,8 @@ class RolloutDataModule(L.LightningDataModule):
                 align=self.alignment(self._trainer().world_size),
                 stop_token_ids=self._stop_token_ids,
             )
+            if self._position and self._trainer().global_step > 0:
+                self._collector.load_state_dict(self._position)
 
     def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Start generation's process with the policy's weights; nothing happens if it runs already."""
@@ -151,6 +152,7 @@ class RolloutDataModule(L.LightningDataModule):
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
         if self._collector is not None:
+            self._position = self._collector.state_dict()
             self._collector.close()
         if self._engine is not None:
             self._engine.close()
@@ -230,7 +232,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._collector is None else self._collector.state_dict()
+        return self._position if self._collector is None else self._collector.state_dict()
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

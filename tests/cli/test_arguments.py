@@ -90,12 +90,10 @@ def test_shipped_config_builds(name):
 
 def test_seed_and_stop_tokens_reach_the_rollouts():
     arguments = ["fit", *QUICKSTART, "--trainer.logger", "false", "--data.rollout.stop_token_ids", "[1, 2]"]
-    seeds = [
-        PPOCLI([*arguments, *extra]).datamodule.run_seed
-        for extra in (["--seed_everything", "3"], ["--seed_everything", "4", "--data.rollout.seed", "9"], [])
-    ]
-    assert seeds == [3, 9, 0]
-    assert PPOCLI(arguments).datamodule.rollout.stop_token_ids == (1, 2)
+    data = PPOCLI([*arguments, "--seed_everything", "4", "--data.rollout.seed", "9"]).datamodule
+    assert (data.run_seed, data.rollout.stop_token_ids) == (9, (1, 2))
+    data = PPOCLI(["fit", *QUICKSTART, "--data.rollout.stop_token_ids", "null"]).datamodule
+    assert (data.run_seed, data.rollout.stop_token_ids) == (0, None)
 
 
 def test_own_callbacks_replace_the_defaults():

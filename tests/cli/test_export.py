@@ -90,7 +90,7 @@ def test_transformers_loads_both_and_computes_the_same(folder, trained, tmp_path
 
 def test_parts_of_different_steps_are_refused(trained, tmp_path):
     trained.critic.completed_steps.fill_(6)
-    with pytest.raises(CheckpointError, match="different PPO steps .*policy 7, critic 6"):
+    with pytest.raises(CheckpointError, match=r"different PPO steps .*policy 7, critic 6"):
         read_checkpoint(save(trained, tmp_path / "x.ckpt"))
 
 

@@ -77,18 +77,6 @@ def test_run_folder_has_everything(fitted):
     assert [event.step for event in events.Tensors("samples/text_summary")] == [0, 1, 3]
 
 
-def test_resume_goes_on_where_it_ended(fitted, command, tmp_path):
-    _, folder = fitted
-    last = str(folder / "checkpoints/last.ckpt")
-    # the saved settings are a config themselves
-    arguments = ("--config", str(folder / "config.yaml"), "--trainer.max_epochs", "6", "--ckpt_path", last)
-    outcome = command("fit", *arguments, "--trainer.logger.save_dir", str(tmp_path))
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "PPO step 6/6" in outcome.out
-    assert "PPO step 5/6" not in outcome.out
-    assert (tmp_path / "quickstart/version_0/checkpoints/ppo_step=6.ckpt").is_file()
-
-
 def test_validate_and_predict_use_the_checkpoint(fitted, command, tmp_path):
     _, folder = fitted
     arguments = (
@@ -145,21 +133,28 @@ def test_failing_reward_is_one_line_and_a_traceback_in_the_log(command, tmp_path
     assert "raise KeyError('boom')" in log.read_text()
 
 
-def test_interrupt_ends_with_130_and_the_resume_point(command, tmp_path, monkeypatch):
+def test_resume_goes_on_where_it_ended_and_interrupt_ends_with_130(fitted, command, tmp_path, monkeypatch):
+    _, folder = fitted
+
     def interrupt(self, trainer, pl_module, payload):
-        if payload.ppo_step == 3:
+        if payload.ppo_step == 7:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(SampleTable, "on_ppo_step_end", interrupt)
     handler = signal.getsignal(signal.SIGINT)
+    # the saved settings are a config themselves
+    arguments = ("--config", str(folder / "config.yaml"), "--trainer.max_epochs", "9")
+    last = str(folder / "checkpoints/last.ckpt")
     try:
-        outcome = command("fit", *SMALL, "--trainer.default_root_dir", str(tmp_path))
+        outcome = command("fit", *arguments, "--ckpt_path", last, "--trainer.logger.save_dir", str(tmp_path))
     finally:
         signal.signal(signal.SIGINT, handler)
+    assert "PPO step 6/9" in outcome.out
+    assert "PPO step 4/9" not in outcome.out
     assert outcome.code == 130
-    last = tmp_path / "quickstart/version_0/checkpoints/last.ckpt"
-    assert outcome.err == f"stopped: interrupted after 3 PPO step(s); resume with --ckpt_path {last}\n"
-    assert last.exists()
+    written = tmp_path / "quickstart/version_0/checkpoints"
+    assert sorted(path.name for path in written.iterdir()) == ["last.ckpt", "ppo_step=6.ckpt"]
+    assert outcome.err == f"stopped: interrupted after 7 PPO step(s); resume with --ckpt_path {written}/last.ckpt\n"
 
 
 @pytest.mark.slow

@@ -250,7 +250,7 @@ def test_all_saves_and_removals_pass_the_strategy(tmp_path):
     contract(
         passed
         == [("save", "epoch=0.ckpt"), ("save", "epoch=1.ckpt"), ("remove", "epoch=0.ckpt"), ("save", "own.ckpt")],
-        "the checkpoint window is in Strategy.save_checkpoint and remove_checkpoint; a save that goes another way would "
+        "the checkpoint window is in Strategy.save_checkpoint and remove_checkpoint; a save on another way would "
         f"tear a PPO step: {passed}",
     )
 
@@ -330,7 +330,7 @@ def test_an_exception_reaches_the_strategy_and_tears_it_down(tmp_path):
     )
     contract(
         interrupted == [True],
-        "a save inside a PPO step must not raise while the trainer handles an exception, which trainer.interrupted tells",
+        "a save inside a PPO step must not raise while an exception is handled, which trainer.interrupted tells",
     )
 
 
@@ -373,7 +373,7 @@ def test_sigterm_sets_a_flag_that_a_waiting_loader_can_see(tmp_path):
         signal.signal(signal.SIGTERM, before)
     contract(
         seen == [True],
-        "RolloutDataModule polls trainer.received_sigterm while it waits for a chunk; Lightning looks between batches only",
+        "RolloutDataModule polls trainer.received_sigterm while it waits for a chunk; Lightning looks between batches",
         21623,
     )
 
@@ -438,7 +438,7 @@ def test_models_are_not_wrapped(make_run):
     run.fit()
     contract(
         seen == [(True, False)],
-        "configure_ddp is overridden to leave the model unwrapped: DDP refuses a policy loss that does not touch the critic",
+        "configure_ddp is overridden to leave the model unwrapped: DDP refuses a loss that does not touch the critic",
     )
 
 

@@ -108,7 +108,7 @@ def test_learning_rate_monitor_counts_ppo_steps(make_run, cut, tmp_path):
     run.fit()
     # the monitor looks when a step begins
     logged = {(int(row["step"]), round(float(row["policy/lr"]) / 6e-4, 6)) for row in rows(run, "policy/lr")}
-    monitored = [value for value in run.trainer.callbacks if isinstance(value, LearningRateMonitor)][0].lrs
+    monitored = next(value for value in run.trainer.callbacks if isinstance(value, LearningRateMonitor)).lrs
     assert {"policy/lr", "critic/lr"} <= set(monitored)
     assert {step for step, _ in logged} == {0, 1, 2}
     assert {(0, 1.0), (1, 0.9), (2, 0.8)} <= logged
