@@ -1,8 +1,10 @@
 """What a checkpoint says beyond Lightning's own parts: always a PPO step boundary, never something in between."""
 
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_ppo.errors import CheckpointError
 
@@ -28,6 +30,20 @@ def at_boundary(fit_loop: dict[str, Any], steps: int) -> None:
     batches["total"].update(dict.fromkeys(batches["total"], batches["total"]["ready"]))
     batches["is_last_batch"] = True
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+
+
+def architectures(
+    policy: PreTrainedModel, critic: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, str]:
+    """Return what `export` needs to rebuild the models: their configs as JSON, and the tokenizer's folder."""
+    parts = {
+        "policy_config": policy.config.to_json_string(use_diff=False),
+        "critic_config": critic.config.to_json_string(use_diff=False),
+        "tokenizer": str(Path(tokenizer.name_or_path).resolve()),
+    }
+    if policy.generation_config is not None:
+        parts["generation_config"] = policy.generation_config.to_json_string(use_diff=False)
+    return parts
 
 
 def check_fits_together(state_dict: dict[str, Tensor], global_step: int) -> None:

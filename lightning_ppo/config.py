@@ -57,7 +57,6 @@ class PPOConfig:
         value_loss_scale: Factor on the value loss.
         max_critic_grad_norm: Clip the critic's global gradient norm at this; None leaves it.
         micro_batch_tokens: Most padded tokens in one forward; rows are sorted by length to fill it.
-        log_samples_every: Log a table of sample responses every this many PPO steps; 0 never.
     """
 
     gamma: float = 1.0
@@ -92,7 +91,6 @@ class PPOConfig:
     value_loss_scale: float = 1.0
     max_critic_grad_norm: float | None = 1.0
     micro_batch_tokens: int = 4096
-    log_samples_every: int = 10
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
@@ -120,8 +118,7 @@ class PPOConfig:
         for name in ("ppo_epochs", "policy_minibatches", "critic_ppo_epochs", "critic_minibatches"):
             check_count(name, getattr(self, name))
         check_count("micro_batch_tokens", self.micro_batch_tokens)
-        for name in ("critic_warmup_steps", "log_samples_every"):
-            check_count(name, getattr(self, name), 0)
+        check_count("critic_warmup_steps", self.critic_warmup_steps, 0)
         for name in ("max_grad_norm", "max_critic_grad_norm", "value_clip_eps"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0, open_low=True)

@@ -16,8 +16,9 @@ from lightning_ppo.batch import Chunk, Prompt
 from lightning_ppo.callbacks.checkpoint_exclusion import CheckpointExclusion
 from lightning_ppo.callbacks.critic_epochs import CriticEpochs
 from lightning_ppo.callbacks.critic_warmup import CriticWarmup
+from lightning_ppo.callbacks.progress import use_ppo_progress_bar
 from lightning_ppo.callbacks.refit import WeightRefit
-from lightning_ppo.checkpoint import KEY, at_boundary, check_fits_together
+from lightning_ppo.checkpoint import KEY, architectures, at_boundary, check_fits_together
 from lightning_ppo.checks import check_context, check_run
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
@@ -166,6 +167,7 @@ class PPOModule(L.LightningModule):
     @override
     def configure_callbacks(self) -> list[Callback]:
         quiet_expected_warnings()
+        use_ppo_progress_bar(self.trainer)
         check_run(self.trainer, self)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         missing: list[Callback] = []
@@ -275,7 +277,8 @@ class PPOModule(L.LightningModule):
         steps = int(checkpoint["global_step"])
         if steps > 0 and self.trainer.state.fn == TrainerFn.FITTING:
             at_boundary(checkpoint["loops"]["fit_loop"], steps)
-        checkpoint[KEY] = {"ppo_step": steps, "policy_version": self.policy_version}
+        parts = architectures(self.policy.model, self.critic.model, self.tokenizer)
+        checkpoint[KEY] = {"ppo_step": steps, "policy_version": self.policy_version, **parts}
         if self._step is not None:
             checkpoint[KEY]["running_centre"] = self._step.normalizer.state_dict()
 

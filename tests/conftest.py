@@ -88,7 +88,7 @@ PROMPTS = [{"prompt": f"^{CHARACTERS[6 + i % 30]}{CHARACTERS[6 + i % 7]}="} for 
 
 @pytest.fixture
 def make_run(policy_folder: str, tmp_path: Path) -> Callable[..., Run]:
-    """Build runs: `make_run(steps=3, ppo={...}, rollout={...}, callbacks=[...], **trainer_arguments)`, then `.fit()`."""
+    """Build runs: `make_run(steps=3, ppo={...}, rollout={...}, callbacks=[...], **trainer_settings)`, then `.fit()`."""
 
     def build(
         steps: int = 3,

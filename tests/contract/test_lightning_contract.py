@@ -1,6 +1,6 @@
 """What we rely on in Lightning beyond its documented behaviour, one test per item.
 
-If one fails after an upgrade: the message says which part of lightning_ppo leans on it, and where upstream discusses it.
+If one fails after an upgrade, the message says what in lightning_ppo leans on it, and where upstream discusses it.
 """
 
 import os

@@ -58,7 +58,6 @@ PPO = [
     ("value_loss_scale", 0),
     ("max_critic_grad_norm", 0),
     ("micro_batch_tokens", 0),
-    ("log_samples_every", -1),
 ]
 
 ROLLOUT = [
