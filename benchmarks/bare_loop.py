@@ -138,13 +138,13 @@ def run(
     lr: float,
     critic_lr: float,
     *,
-    prompts_per_step: int = 32,
-    generations_per_prompt: int = 4,
+    prompts_per_step: int = 128,
+    generations_per_prompt: int = 1,
     normalize_advantages: str = "running",
     train_critic: bool = True,
     critic_warmup_steps: int = 0,
     max_response_tokens: int = 48,
-    micro_batch_tokens: int = 1024,
+    micro_batch_tokens: int = 768,
     clip_eps: float = 0.2,
     reward: Reward = exact_match,
     on_step: Callable[[dict[str, float]], None] | None = None,
@@ -256,12 +256,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=EXAMPLES / "sort.jsonl")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--critic-epochs", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--critic-epochs", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=7e-4)
     parser.add_argument("--critic-lr", type=float, default=1e-3)
     parser.add_argument("--critic-warmup-steps", type=int, default=0)
-    parser.add_argument("--prompts-per-step", type=int, default=32)
-    parser.add_argument("--generations-per-prompt", type=int, default=4)
+    parser.add_argument("--prompts-per-step", type=int, default=128)
+    parser.add_argument("--generations-per-prompt", type=int, default=1)
     parser.add_argument("--normalize-advantages", choices=("running", "batch"), default="running")
     parser.add_argument("--no-critic", action="store_true")
     parser.add_argument("--reward", default=f"{EXAMPLES / 'sloppy_sort' / 'reward.py'}:exact_match")

@@ -105,9 +105,7 @@ def main() -> None:
     inside = statistics.median(sum(row[n] for n, _ in pairs) / row["tokens"] for row in rows) * 1e6
     yardstick = sum(yard(other) for _, other in pairs)
     print(f"{'whole step - wait':20s} {yardstick:7.1f} {total:7.1f} {total / yardstick:7.3f}")
-    print(
-        f"outside of the three phases: {(total - inside) / total:.1%} of a step (refit, hooks, loops, counters, logging)"
-    )
+    print(f"outside of the three phases: {(total - inside) / total:.1%} of a step (refit, hooks, loops, counters)")
     print(f"overhead against the bare loop: {total / yardstick - 1:+.1%}")
 
 

@@ -18,6 +18,7 @@ from lightning_ppo.callbacks.critic_epochs import CriticEpochs
 from lightning_ppo.callbacks.critic_warmup import CriticWarmup
 from lightning_ppo.callbacks.progress import use_ppo_progress_bar
 from lightning_ppo.callbacks.refit import WeightRefit
+from lightning_ppo.callbacks.samples import SampleTable
 from lightning_ppo.checkpoint import KEY, architectures, at_boundary, check_fits_together
 from lightning_ppo.checks import check_context, check_run
 from lightning_ppo.config import PPOConfig
@@ -30,7 +31,7 @@ from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.report import records, summary
-from lightning_ppo.schedulers import default_critic_optimizer, default_policy_optimizer
+from lightning_ppo.schedulers import build, default_critic_optimizer, default_policy_optimizer
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.updates.critic_update import CriticUpdate
 from lightning_ppo.updates.policy_update import PolicyUpdate
@@ -98,7 +99,6 @@ class PPOModule(L.LightningModule):
         self.policy_version = 0
         """Version of the policy that the generators serve; +1 per PPO step."""
         self._step: PPOStep | None = None
-        self._stop_after_step = False
         self._running_centre: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ for callbacks
@@ -177,6 +177,8 @@ class PPOModule(L.LightningModule):
                 raise ConfigError(f"trainer.callbacks={kind.__name__} is there {count} times; pass at most one")
             if count == 0:
                 missing.append(kind())
+        if self.trainer.loggers and not any(isinstance(callback, SampleTable) for callback in present):
+            missing.append(SampleTable())
         return missing
 
     @override
@@ -187,7 +189,7 @@ class PPOModule(L.LightningModule):
         self.policy.temperature = rollouts.rollout.temperature
         if self.reference is not None:
             self.reference.temperature = rollouts.rollout.temperature
-        self._context = context if context is not None else 2**16
+        self._context = context or 2**16
         self.streaming_strategy.add_closer(rollouts.close)
         rollouts.prepare(self.tokenizer, self._context, self.policy.model.config.vocab_size)
 
@@ -196,20 +198,22 @@ class PPOModule(L.LightningModule):
         optimizers, configs = [], []
         for name, model in (("policy", self.policy), ("critic", self.critic)):
             make_optimizer, make_scheduler = self._makers[name]
-            optimizer = make_optimizer(model.parameters())
-            self._optimizers[name] = optimizer
+            optimizer = self._optimizers[name] = build(f"{name}_optimizer", make_optimizer, model.parameters())
             optimizers.append(optimizer)
             if make_scheduler is not None:
-                scheduler = make_scheduler(optimizer)
-                self._schedulers[name] = scheduler
+                scheduler = self._schedulers[name] = build(f"{name}_scheduler", make_scheduler, optimizer)
                 configs.append({"scheduler": scheduler, "name": f"{name}/lr"})
         return optimizers, configs
 
     @override
     def on_fit_start(self) -> None:
+        if self._step is not None and self._running_centre is None and self.trainer.global_step > 0:
+            self._running_centre = self._step.normalizer.state_dict()
         self._step = make_ppo_step(self)
+        self._stop_after_step = False
         if self._running_centre is not None:
             self._step.normalizer.load_state_dict(self._running_centre)
+            self._running_centre = None
         self._start_engine()
 
     @override
@@ -238,18 +242,14 @@ class PPOModule(L.LightningModule):
     @override
     def on_train_batch_end(self, outputs: Any, batch: Chunk, batch_idx: int) -> None:
         # callbacks come first, so that ModelCheckpoint has asked for its save already
-        strategy, trainer = self.streaming_strategy, self.trainer
-        strategy.flush_saves()
+        trainer = self.trainer
+        self.streaming_strategy.flush_saves()
         # Timer and others ask to stop between any two batches; a PPO step that has begun is completed first
-        if strategy.open_step is not None:
+        if self.streaming_strategy.open_step is not None:
             self._stop_after_step = self._stop_after_step or trainer.should_stop
             trainer.should_stop = False
         elif self._stop_after_step:
             self._stop_after_step, trainer.should_stop = False, True
-
-    @override
-    def on_validation_model_zero_grad(self) -> None:
-        """Keep Lightning from clearing gradients around validation; ours are not in `.grad` anyway."""
 
     # ------------------------------------------------------------------ validation and prediction
 
@@ -277,8 +277,12 @@ class PPOModule(L.LightningModule):
         steps = int(checkpoint["global_step"])
         if steps > 0 and self.trainer.state.fn == TrainerFn.FITTING:
             at_boundary(checkpoint["loops"]["fit_loop"], steps)
-        parts = architectures(self.policy.model, self.critic.model, self.tokenizer)
-        checkpoint[KEY] = {"ppo_step": steps, "policy_version": self.policy_version, **parts}
+        checkpoint[KEY] = {
+            "ppo_step": steps,
+            "policy_version": self.policy_version,
+            "prompts": self.rollouts.position(),
+            **architectures(self.policy.model, self.critic.model, self.tokenizer),
+        }
         if self._step is not None:
             checkpoint[KEY]["running_centre"] = self._step.normalizer.state_dict()
 
@@ -286,6 +290,7 @@ class PPOModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_fits_together(checkpoint["state_dict"], int(checkpoint["global_step"]))
         self.policy_version = int(checkpoint[KEY]["policy_version"])
+        self.rollouts.load_position(checkpoint[KEY]["prompts"])
         self._running_centre = checkpoint[KEY].get("running_centre")
 
     # ------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Defaults for optimizers, and a learning-rate schedule that counts PPO steps."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from lightning_ppo.validation import reject
 
 
 class LinearWarmupDecay(LambdaLR):
@@ -25,6 +28,21 @@ class LinearWarmupDecay(LambdaLR):
             return rise * (1.0 - (1.0 - final_fraction) * min(1.0, step / total_steps))
 
         super().__init__(optimizer, factor)
+
+
+def build(field: str, make: Callable[[Any], Any], argument: Any) -> Any:
+    """Make an optimizer or a schedule.
+
+    Raises:
+        ConfigError: it refuses its settings.
+    """
+    try:
+        return make(argument)
+    except (ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise reject(
+            field, getattr(make, "__name__", make), f"is refused ({reason})", "correct its settings"
+        ) from error
 
 
 def default_learning_rate(parameters: int, *, tiny: float, large: float) -> float:

@@ -230,14 +230,21 @@ class RolloutDataModule(L.LightningDataModule):
         """Leave rows on the host; micro-batches move when they are trained."""
         return batch
 
-    @override
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
+        """Return which prompts were trained, for a checkpoint: plain numbers and lists.
+
+        Not Lightning's `state_dict`, which is stored under the class's name: a renamed subclass would lose its place.
+        """
         return self._position if self._collector is None else self._collector.state_dict()
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_position(self, position: dict[str, Any]) -> None:
+        """Continue with the first untrained prompt.
+
+        Raises:
+            CheckpointError: the position belongs to other prompts, or to another seed or shuffle setting.
+        """
         if self._collector is not None and self._trainer().state.fn == TrainerFn.FITTING:
-            self._collector.load_state_dict(state_dict)
+            self._collector.load_state_dict(position)
 
     def _chunks(self) -> Iterator[Chunk]:
         size = self.rollout.num_prompts_per_step

@@ -105,7 +105,7 @@ def test_validate_and_predict_use_the_checkpoint(fitted, command, tmp_path):
 def test_export_writes_the_policy_of_the_checkpoint(fitted, command, tmp_path):
     _, folder = fitted
     checkpoint = str(folder / "checkpoints/last.ckpt")
-    outcome = command("export", checkpoint, str(tmp_path / "out"), "--policy", "examples/tiny_policy")
+    outcome = command("export", checkpoint, str(tmp_path / "out"))
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out == f"wrote {tmp_path}/out/policy and {tmp_path}/out/critic\n"
     module = ppo.PPOModule(str(ROOT / "examples/tiny_policy"))

@@ -185,7 +185,7 @@ def test_saved_cursor_is_the_first_untrained_prompt(make_run, tmp_path):
     run = make_run(3, callbacks=[SaveAt("on_train_epoch_end", 1, tmp_path / "a.ckpt")], rollout=STREAMING)
     run.fit()
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
-    assert saved["FakeRollouts"]["stream"]["cursor"] == 8
+    assert saved["lightning_ppo"]["prompts"]["stream"]["cursor"] == 8
 
 
 def test_policy_and_critic_of_different_steps_are_refused(make_run, tmp_path):

@@ -386,7 +386,7 @@ def test_failing_critic_after_the_refit_moves_no_counter(make_run):
     run = make_run(3, callbacks=[Fails()])
     states = []
     run.trainer.callbacks.append(
-        type("Look", (ppo.PPOCallback,), {"on_exception": lambda self, *_: states.append(run.data.state_dict())})()
+        type("Look", (ppo.PPOCallback,), {"on_exception": lambda self, *_: states.append(run.data.position())})()
     )
     with pytest.raises(Boom, match="critic"):
         run.fit()

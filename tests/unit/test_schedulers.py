@@ -1,0 +1,52 @@
+"""Defaults for optimizers, the linear schedule, and one-line errors for settings that torch refuses."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from lightning_ppo.errors import ConfigError
+from lightning_ppo.schedulers import (
+    LinearWarmupDecay,
+    build,
+    default_critic_optimizer,
+    default_learning_rate,
+    default_policy_optimizer,
+)
+
+
+def rates(steps, **settings):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = LinearWarmupDecay(optimizer, **settings)
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"] / 2)
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_linear_warmup_then_decay():
+    assert rates(3, warmup_steps=4, total_steps=8, final_fraction=1.0) == pytest.approx([0.25, 0.5, 0.75])
+    assert rates(6, total_steps=4, final_fraction=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert rates(3, warmup_steps=2, total_steps=2) == pytest.approx([0.5, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "rate"), [(1_000, 6e-4), (10**6, 6e-4), (135 * 10**6, 6e-4 / 135), (7 * 10**9, 1e-6)]
+)
+def test_default_rate_falls_with_size_between_two_bounds(parameters, rate):
+    assert default_learning_rate(parameters, tiny=6e-4, large=1e-6) == pytest.approx(rate)
+
+
+def test_default_optimizers():
+    layer = torch.nn.Linear(2, 2)
+    for make, rate in ((default_policy_optimizer, 6e-4), (default_critic_optimizer, 1e-3)):
+        (group,) = make(layer.parameters()).param_groups
+        assert (group["lr"], group["betas"], group["weight_decay"]) == (rate, (0.9, 0.99), 0.0)
+
+
+def test_refused_settings_are_one_line():
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"^policy_optimizer=.* is refused \(.*-1.*\); correct its settings$"):
+        build("policy_optimizer", partial(torch.optim.AdamW, lr=-1), layer.parameters())
