@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import lightning as L
 import torch
+from typing_extensions import override
 
 from lightning_ppo.batch import StepBatch, TrainRow
 from lightning_ppo.hooks import CriticEpochEnd, PPOCallback, call_hooks
@@ -56,6 +57,21 @@ class CriticEpochs(PPOCallback):
         """
         parts = pl_module.ppo.critic_minibatches
         yield from shuffled_minibatches(batch.rows, parts, (pl_module.seed, batch.ppo_step, epoch))
+
+
+class FrozenCritic(CriticEpochs):
+    """Never trains the critic.
+
+    With the default zero head all values stay 0; with `normalize_advantages: batch` that is REINFORCE with the batch's
+    mean as baseline, the yardstick for what a critic is worth.
+    """
+
+    @override
+    def train(
+        self, trainer: L.Trainer, pl_module: "PPOModule", batch: StepBatch
+    ) -> tuple[tuple[CriticStats, ...], ...]:
+        """Do nothing."""
+        return ()
 
 
 def shuffled_minibatches(

@@ -28,7 +28,13 @@ def tokenize_prompt(value: Any, tokenizer: Any) -> tuple[str, tuple[int, ...]]:
             template or its template refuses them.
     """
     if isinstance(value, str):
-        return value, tuple(tokenizer(value)["input_ids"])
+        try:
+            return value, tuple(tokenizer(value)["input_ids"])
+        except Exception as error:
+            # a word-level vocabulary without an unknown token raises a bare Exception (tokenizers)
+            raise DataError(
+                f"prompt cannot be tokenised ({_first_line(error)}); use the vocabulary's symbols"
+            ) from error
     if all(isinstance(token, int) for token in value):
         ids = list(value)
         bad = next((token for token in ids if not 0 <= token < len(tokenizer)), None)
@@ -43,9 +49,14 @@ def tokenize_prompt(value: Any, tokenizer: Any) -> tuple[str, tuple[int, ...]]:
         # depend on what that returns, which differs between versions of transformers.
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise DataError(f"prompt is refused by the chat template ({what}); fix the messages' roles") from error
+        raise DataError(
+            f"prompt is refused by the chat template ({_first_line(error)}); fix the messages' roles"
+        ) from error
     return text, tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 class PromptSet:

@@ -123,3 +123,13 @@ def test_fingerprint_of_columns_that_json_does_not_know(tokenizer: Any) -> None:
     assert fingerprint(np.arange(3)) == fingerprint(np.arange(3)) != fingerprint(np.arange(4))
     assert fingerprint(b"a") == fingerprint(b"a") != fingerprint(b"b")
     assert fingerprint(object()) == fingerprint(object())
+
+
+def test_symbol_outside_of_the_vocabulary_names_the_row():
+    """A tokenizer without an unknown token raises a bare Exception."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="?")))
+    with pytest.raises(DataError, match=r"row 1 \(counted from 0\): prompt cannot be tokenised \(.*\); use the vocabulary's symbols"):
+        PromptSet([{"prompt": "a"}, {"prompt": "b"}], tokenizer, 8)
