@@ -131,5 +131,6 @@ def test_symbol_outside_of_the_vocabulary_names_the_row():
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="?")))
-    with pytest.raises(DataError, match=r"row 1 \(counted from 0\): prompt cannot be tokenised \(.*\); use the vocabulary's symbols"):
+    where = r"row 1 \(counted from 0\): prompt cannot be tokenised \(.*\); use the vocabulary's symbols"
+    with pytest.raises(DataError, match=where):
         PromptSet([{"prompt": "a"}, {"prompt": "b"}], tokenizer, 8)
