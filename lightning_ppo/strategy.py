@@ -91,7 +91,11 @@ class StreamingPPOStrategy(DDPStrategy):
         """Start every rank from rank 0's weights, without a wrapper."""
         if self.world_size > 1 and self.lightning_module is not None:
             for tensor in self.lightning_module.state_dict().values():
-                torch.distributed.broadcast(tensor, src=0)
+                # NCCL moves what is on the device only
+                local = tensor.to(self.root_device)
+                torch.distributed.broadcast(local, src=0)
+                if local is not tensor:
+                    tensor.copy_(local)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

@@ -67,9 +67,6 @@ class Collector:
         self._buffer = ReplayBuffer(config.buffer_capacity, config.num_generations_per_prompt)
         self._selection = Selection(self._buffer, sampler, config, align, schedule)
         self._responder = Responder(engine, reward, tokenizer)
-        sampling = SamplingParams(
-            config.max_response_tokens, config.temperature, config.top_p, config.top_k, stop_token_ids
-        )
         self._pump = Pump(
             buffer=self._buffer,
             prompts=prompts,
@@ -77,7 +74,7 @@ class Collector:
             sampler=sampler,
             responder=self._responder,
             config=config,
-            sampling=sampling,
+            sampling=config.training_sampling(stop_token_ids),
             run_seed=run_seed,
         )
         self._thread = LoopThread("rollout-collector", self._crashed)

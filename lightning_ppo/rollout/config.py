@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.validation import check_choice, check_count, check_number, require
 
 
@@ -119,6 +120,15 @@ class RolloutConfig:
     def inflight_capacity(self) -> int:
         """Groups that may be generated at once."""
         return self.buffer_capacity if self.max_inflight_prompts is None else self.max_inflight_prompts
+
+    def training_sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Return how training responses are sampled."""
+        return SamplingParams(self.max_response_tokens, self.temperature, self.top_p, self.top_k, stop_token_ids)
+
+    def validation_sampling(self, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+        """Return how responses of validate and predict are sampled."""
+        temperature, top_p, top_k = self.validation_temperature, self.validation_top_p, self.validation_top_k
+        return SamplingParams(self.max_response_tokens, temperature, top_p, top_k, stop_token_ids)
 
 
 @dataclass(frozen=True)

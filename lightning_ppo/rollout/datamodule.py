@@ -19,7 +19,7 @@ from lightning_ppo.ranks import Relay
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
-from lightning_ppo.rollout.engine import Engine, PolicySpec, SamplingParams
+from lightning_ppo.rollout.engine import Engine, PolicySpec
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local import LocalEngine
 from lightning_ppo.rollout.prompts import PromptSet
@@ -29,7 +29,7 @@ from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.strategy import StreamingPPOStrategy
-from lightning_ppo.validation import reject
+from lightning_ppo.validation import reject, require
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._collector: Collector | None = None
         self._tokenizer: Any = None
         self._stop_token_ids: tuple[int, ...] = ()
-        self._engine_is_up = False
+        self._engine_is_up = self._has_rollouts = False
         self._threads: int | None = None
         self._directory: Path | None = None
 
@@ -100,8 +100,10 @@ class RolloutDataModule(L.LightningDataModule):
 
         Raises:
             DataError: a row cannot be used.
-            ConfigError: the reward asks for a column that is not there.
+            ConfigError: the reward asks for a column that is not there, or the policy lacks a token of the tokenizer.
         """
+        size, why = len(tokenizer), f"is more tokens than the policy's {vocabulary}"
+        require(size <= vocabulary, "tokenizer", size, why, "use the policy's own")
         longest = max_context_tokens - self.rollout.max_response_tokens
         self._tokenizer = tokenizer
         self._train_set = PromptSet(self.prompts, tokenizer, longest)
@@ -109,10 +111,8 @@ class RolloutDataModule(L.LightningDataModule):
         if self.validation_prompts is not None:
             self._validation_set = PromptSet(self.validation_prompts, tokenizer, longest)
             RewardFunction(self.reward, self._validation_set.columns, self.rollout.reward_timeout_s)
-        stop = self.rollout.stop_token_ids
-        self._stop_token_ids = (tokenizer.eos_token_id,) if stop is None and tokenizer.eos_token_id is not None else ()
-        if stop is not None:
-            self._stop_token_ids = stop
+        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._stop_token_ids = ends if self.rollout.stop_token_ids is None else self.rollout.stop_token_ids
         # a collective, so it is asked for here and not by rank 0 alone
         self._directory = self._run_directory()
         if self._trainer().is_global_zero:
@@ -147,17 +147,19 @@ class RolloutDataModule(L.LightningDataModule):
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
         """Start generating for training."""
         if self._collector is not None:
+            self._has_rollouts = True
             self._collector.start(ppo_step, policy_version)
 
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
         if self._collector is not None:
-            self._position = self._collector.state_dict()
+            if self._has_rollouts:
+                self._position = self._collector.state_dict()
             self._collector.close()
         if self._engine is not None:
             self._engine.close()
         self._collector = self._engine = None
-        self._engine_is_up = False
+        self._engine_is_up = self._has_rollouts = False
         if self._threads is not None:
             torch.set_num_threads(self._threads)
             self._threads = None
@@ -190,22 +192,14 @@ class RolloutDataModule(L.LightningDataModule):
             namespace: Separates seeds from those of training.
             num_samples: Responses per prompt.
         """
-        config = self.rollout
-        sampling = SamplingParams(
-            max_tokens=config.max_response_tokens,
-            temperature=config.validation_temperature,
-            top_p=config.validation_top_p,
-            top_k=config.validation_top_k,
-            stop_token_ids=self._stop_token_ids,
-        )
 
         def work(poll: Callable[[], None]) -> list[Trajectory]:
             return self._rank_zero_collector().sample(
                 prompts,
                 seed_namespace=namespace,
                 num_samples=num_samples,
-                sampling=sampling,
-                timeout_s=config.timeout_s,
+                sampling=self.rollout.validation_sampling(self._stop_token_ids),
+                timeout_s=self.rollout.timeout_s,
                 poll=poll,
             )
 
@@ -245,6 +239,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         if self._collector is not None and self._trainer().state.fn == TrainerFn.FITTING:
             self._collector.load_state_dict(position)
+            self._position = position
 
     def _chunks(self) -> Iterator[Chunk]:
         size = self.rollout.num_prompts_per_step

@@ -354,3 +354,16 @@ def test_nothing_is_refused_that_is_fine(make_run, tmp_path):
     )
     run.fit()
     assert run.trainer.global_step == 2
+
+
+def test_tokenizer_with_more_tokens_than_the_policy(make_run, tmp_path):
+    from lightning_ppo.testing import char_tokenizer
+
+    tokenizer = char_tokenizer()
+    tokenizer.add_tokens(["extra"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "config.json").write_text('{"model_type": "llama"}')
+    run = make_run(1, module={"tokenizer": str(tmp_path / "tokenizer")})
+    with pytest.raises(ConfigError, match=r"^tokenizer=43 is more tokens than the policy's 42; use the policy's own$"):
+        run.fit()
+    assert run.fake.spec is None

@@ -290,3 +290,18 @@ def test_thread_count_is_restored(make_run, fails):
         assert fails
     assert seen == [2]
     assert torch.get_num_threads() == 1
+
+
+def test_validation_of_another_trainer_leaves_the_prompt_position(make_run):
+    """A validation has a collector of its own, which has trained nothing."""
+    import lightning as L
+
+    import lightning_ppo as ppo
+
+    run = make_run(2, validation_prompts=[{"prompt": "^ab="}])
+    run.fit()
+    before = run.data.position()
+    other = L.Trainer(strategy=ppo.StreamingPPOStrategy(), accelerator="cpu", logger=False, enable_progress_bar=False)
+    other.validate(run.module, run.data, verbose=False)
+    assert run.data.position() == before
+    assert before["stream"]["cursor"] == 8
