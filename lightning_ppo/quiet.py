@@ -64,8 +64,8 @@ def quiet_expected_warnings() -> None:
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Load or write Hugging Face folders without progress bars and without transformers' load report.
+def quiet_loading(*, show_bars: bool = False) -> Iterator[None]:
+    """Load or write Hugging Face folders without transformers' load report, and without its bars unless asked for.
 
     Other warnings of transformers are shown. The caller has to check for missing keys itself.
     """
@@ -76,7 +76,8 @@ def quiet_loading() -> Iterator[None]:
     bars_were_on = hf_logging.is_progress_bar_enabled()
     logger = logging.getLogger("transformers.modeling_utils")
     drop = _DropLoadReport()
-    hf_logging.disable_progress_bar()
+    if not show_bars:
+        hf_logging.disable_progress_bar()
     logger.addFilter(drop)
     try:
         yield

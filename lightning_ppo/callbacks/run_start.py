@@ -44,3 +44,4 @@ class Headline(Callback):
         responses = f"{rollout.num_prompts_per_step} x {rollout.num_generations_per_prompt} responses per PPO step"
         mode = "streaming" if rollout.is_streaming else "full batch"
         say(f"{sizes}; {responses}, {mode}; seed {pl_module.rollouts.run_seed}")
+        say("starting the generation engine ...")

@@ -46,7 +46,7 @@ def load_policy(folder: str, dtype: torch.dtype = torch.float32, field: str = "p
     """
     _check_folder(folder, field)
     try:
-        with quiet_loading():
+        with quiet_loading(show_bars=_takes_long(folder)):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -66,7 +66,7 @@ def load_critic(folder: str, dtype: torch.dtype = torch.float32, field: str = "c
     """
     _check_folder(folder, field)
     try:
-        with quiet_loading():
+        with quiet_loading(show_bars=_takes_long(folder)):
             model, info = AutoModelForTokenClassification.from_pretrained(
                 folder, num_labels=1, dtype=dtype, local_files_only=True, output_loading_info=True
             )
@@ -96,6 +96,11 @@ def check_vocabulary(model: PreTrainedModel, policy: PreTrainedModel, field: str
     ours, theirs = policy.config.vocab_size, model.config.vocab_size
     if ours != theirs:
         raise reject(field, folder, f"has {theirs} tokens, the policy {ours}", "give one of the same vocabulary")
+
+
+def _takes_long(folder: str) -> bool:
+    """Whether loading is worth a progress bar: more than a quarter of a gigabyte of weights."""
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) > 2**28
 
 
 def _check_folder(folder: str, field: str) -> None:
