@@ -71,13 +71,10 @@ def test_custom_critic_epochs_takes_the_rows_that_it_missed_most(make_run, examp
     assert sorted(errors[row.trajectory.sample_id] for row in hard) == sorted(errors.values())[4:]
 
 
-@pytest.mark.slow
-def test_custom_critic_epochs_runs(tmp_path):
-    folder = tmp_path / "repository"
-    folder.mkdir()
+def run_script(folder, script):
     (folder / "examples").symlink_to(ROOT / "examples")
     result = subprocess.run(
-        [sys.executable, "examples/custom_critic_epochs.py"],
+        [sys.executable, str(script)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -86,9 +83,25 @@ def test_custom_critic_epochs_runs(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    printed = ast.literal_eval(re.findall(r"^\{.*\}$", result.stdout, flags=re.MULTILINE)[-1])
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_custom_critic_epochs_runs(tmp_path):
+    output = run_script(tmp_path, "examples/custom_critic_epochs.py")
+    printed = ast.literal_eval(re.findall(r"^\{.*\}$", output, flags=re.MULTILINE)[-1])
     assert 2 <= printed["critic/epochs"] <= 8
     assert printed["critic/loss_last_epoch"] > 0
+
+
+@pytest.mark.slow
+def test_minimal_fit_runs(tmp_path):
+    """As it stands but for the number of steps: no main guard, default optimizers, Lightning's own checkpoint."""
+    source = (ROOT / "examples/minimal_fit.py").read_text()
+    assert "max_epochs=60" in source
+    (tmp_path / "minimal_fit.py").write_text(source.replace("max_epochs=60", "max_epochs=2"))
+    run_script(tmp_path, "minimal_fit.py")
+    assert [path.name for path in tmp_path.glob("lightning_logs/version_0/checkpoints/*")] == ["epoch=1-step=2.ckpt"]
 
 
 def test_examples_are_short():
