@@ -253,11 +253,7 @@ class PPOModule(L.LightningModule):
 
     # ------------------------------------------------------------------ validation and prediction
 
-    @override
-    def on_validation_start(self) -> None:
-        self._start_engine()
-
-    on_predict_start = on_validation_start
+    on_validation_start = on_predict_start = _start_engine
 
     @override
     def validation_step(self, batch: list[Prompt], batch_idx: int) -> None:
