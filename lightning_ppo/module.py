@@ -28,6 +28,7 @@ from lightning_ppo.models.load import check_vocabulary, load_critic, load_policy
 from lightning_ppo.models.policy import PolicyModel
 from lightning_ppo.ppo_step import PPOStep, make_ppo_step
 from lightning_ppo.quiet import quiet_expected_warnings
+from lightning_ppo.reporting import report
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.report import records, summary
@@ -237,7 +238,7 @@ class PPOModule(L.LightningModule):
             step.abort()
             raise
         if metrics is not None:
-            self.log_dict(metrics, on_step=False, on_epoch=True, batch_size=1)
+            report(self.trainer, metrics, chunk.ppo_step)
 
     @override
     def on_train_batch_end(self, outputs: Any, batch: Chunk, batch_idx: int) -> None:

@@ -466,3 +466,13 @@ def test_a_second_fit_sees_the_restored_limits(tmp_path):
         trainer.current_epoch == 2,
         "StreamingPPOStrategy.teardown restores accumulate_grad_batches and limit_train_batches for another fit",
     )
+
+
+def test_metric_dictionaries_of_the_trainer_are_live(make_run):
+    """`reporting.report` writes into them; if they are copies, ModelCheckpoint and EarlyStopping see none of ours."""
+    run = make_run(1)
+    run.fit()
+    for name in ("callback_metrics", "logged_metrics"):
+        getattr(run.trainer, name)["probe"] = 1.0
+        assert "probe" in getattr(run.trainer, name), f"Trainer.{name} is a copy now; log with self.log_dict again"
+    assert float(run.trainer.callback_metrics["rollout/reward_mean"]) > 0
