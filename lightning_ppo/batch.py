@@ -6,6 +6,7 @@ ever padded into one tensor).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -55,7 +56,7 @@ class Trajectory:
         """Whether the response hit the token limit."""
         return self.finish_reason == "length"
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Prompt plus response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
@@ -122,6 +123,11 @@ class TrainRow:
     """`[T]` float32, or None when the training forward itself is the old forward (ratio 1)."""
     ref_logprobs: Tensor | None = None
     """`[T]` float32 under the frozen reference policy, or None without a reference."""
+
+    @cached_property
+    def trained_tokens(self) -> int:
+        """Tokens of this row that are trained."""
+        return int(self.mask.sum())
 
 
 @dataclass(frozen=True)

@@ -63,4 +63,4 @@ def default_critic_optimizer(parameters: Iterable[nn.Parameter]) -> AdamW:
 def _default(parameters: Iterable[nn.Parameter], *, tiny: float, large: float) -> AdamW:
     chosen = list(parameters)
     rate = default_learning_rate(sum(p.numel() for p in chosen), tiny=tiny, large=large)
-    return AdamW(chosen, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    return AdamW(chosen, lr=rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)

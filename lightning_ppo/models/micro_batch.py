@@ -67,15 +67,14 @@ def collate(rows: Sequence[Trajectory], indices: Sequence[int], device: torch.de
     response_lengths = torch.tensor([len(row.response_ids) for row in chosen])
     width = int((prompt_lengths + response_lengths).max())
     response_width = int(response_lengths.max())
-    input_ids = torch.full((len(chosen), width), PAD_ID, dtype=torch.long)
-    response_ids = torch.full((len(chosen), response_width), PAD_ID, dtype=torch.long)
-    mask = torch.zeros(len(chosen), response_width, dtype=torch.bool)
-    for i, row in enumerate(chosen):
-        prompt, response = len(row.prompt_ids), len(row.response_ids)
-        input_ids[i, :prompt] = row.prompt_ids
-        input_ids[i, prompt : prompt + response] = row.response_ids
-        response_ids[i, :response] = row.response_ids
-        mask[i, :response] = row.response_mask
+    is_token = torch.arange(width) < (prompt_lengths + response_lengths)[:, None]
+    is_response = torch.arange(response_width) < response_lengths[:, None]
+    tokens = torch.cat([ids for row in chosen for ids in (row.prompt_ids, row.response_ids)])
+    responses = torch.cat([row.response_ids for row in chosen])
+    input_ids = torch.full(is_token.shape, PAD_ID).masked_scatter_(is_token, tokens)
+    response_ids = torch.full(is_response.shape, PAD_ID).masked_scatter_(is_response, responses)
+    generated = torch.cat([row.response_mask for row in chosen])
+    mask = torch.zeros_like(is_response).masked_scatter_(is_response, generated)
     final_index = prompt_lengths + response_lengths - 1
     state_index = (prompt_lengths[:, None] + torch.arange(response_width) - 1).clamp(max=width - 1)
     return MicroBatch(
@@ -90,7 +89,7 @@ def collate(rows: Sequence[Trajectory], indices: Sequence[int], device: torch.de
 
 def pad_rows(values: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
     """Pad ragged `[T_i]` tensors to `[b, width]` with zeros (False for bool)."""
+    lengths = torch.tensor([len(value) for value in values])
     padded = torch.zeros(len(values), width, dtype=values[0].dtype)
-    for i, value in enumerate(values):
-        padded[i, : len(value)] = value
+    padded.masked_scatter_(torch.arange(width) < lengths[:, None], torch.cat(list(values)))
     return padded.to(device, non_blocking=True)

@@ -58,7 +58,7 @@ def trainable_micro_batches(
 
     Only one micro-batch exists at once: neither padded tensors nor graphs of the whole step are kept.
     """
-    chosen = [row for row in rows if bool(row.mask.any())]
+    chosen = [row for row in rows if row.trained_tokens]
     trajectories = [row.trajectory for row in chosen]
     for indices in plan_micro_batches([t.num_tokens for t in trajectories], max_tokens):
         yield collate(trajectories, indices, device), [chosen[i] for i in indices]

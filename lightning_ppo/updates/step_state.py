@@ -31,22 +31,24 @@ class StepState:
         """Sum over ranks. A collective."""
         trajectories = [row.trajectory for row in self.rows]
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        versions = torch.cat([t.policy_versions for t in trajectories] or [torch.zeros(0, dtype=torch.int64)])
+        ages = self.policy_version - versions
         sums = torch.tensor(
             [
-                sum(int(row.mask.sum()) for row in self.rows),
-                sum(bool(row.mask.any()) for row in self.rows),
+                sum(row.trained_tokens for row in self.rows),
+                sum(row.trained_tokens > 0 for row in self.rows),
                 len(trajectories),
                 float(rewards.sum()),
                 float(rewards.square().sum()),
-                sum(len(t.response_ids) for t in trajectories),
+                len(versions),
                 sum(len(t.prompt_ids) for t in trajectories),
                 sum(t.truncated for t in trajectories),
-                sum(float((self.policy_version - t.policy_versions).sum()) for t in trajectories),
+                float(ages.sum()),
             ],
             dtype=torch.float64,
         )
         ranks.sum_(sums)
-        oldest = max((int((self.policy_version - t.policy_versions).max()) for t in trajectories), default=0)
+        oldest = int(ages.max()) if len(ages) else 0
         staleness_max = ranks.stack(torch.tensor(float(oldest), dtype=torch.float64)).max()
         return StepTotals(*[*sums.tolist(), float(staleness_max), self._fit(ranks)])
 

@@ -1,7 +1,8 @@
 """The fast decoder for Llama- and Qwen-style models: a static key-value cache and a batch of constant shape.
 
 A row's results do not depend on the other rows, bit for bit: the shapes of the matrices never change with the load,
-attention treats each row by itself (see `attention.py`), and the activation works on a padded width.
+attention treats each row by itself (see `attention.py`), and the activation works on a padded width. The same holds for
+the prompts of a prefill (see `packing.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,13 +16,16 @@ from transformers.activations import ACT2FN
 
 from lightning_ppo.rollout.local.attention import CachedAttention
 from lightning_ppo.rollout.local.decoder_weights import LayerWeights, aligned_width
+from lightning_ppo.rollout.local.packing import Pack, PromptPacker
 from lightning_ppo.rollout.local.skeleton import Skeleton
-
-_PREFILL_TOKENS = 16
 
 
 class NativeDecoder:
-    """Keys and values of `slots` sequences, and the forward that extends all of them by one token."""
+    """Keys and values of `slots` sequences, and the forward that extends all of them by one token.
+
+    Attributes:
+        packer: Puts prompts together for `prefill`.
+    """
 
     def __init__(
         self,
@@ -42,7 +46,8 @@ class NativeDecoder:
         self._eps: float = config.rms_norm_eps
         self._act = ACT2FN[config.hidden_act]
         inner = skeleton.shapes["model.layers.0.mlp.gate_proj.weight"][0]
-        width = aligned_width(inner, slots, num_threads)
+        self.packer = PromptPacker(slots)
+        width = aligned_width(inner, (slots, self.packer.least_rows), num_threads)
         self._layers = [LayerWeights(skeleton, i, width, device, dtype) for i in range(config.num_hidden_layers)]
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         self._embed = torch.empty(skeleton.vocab_size, self._hidden, **make)
@@ -68,39 +73,33 @@ class NativeDecoder:
         self._head.copy_(weights[self._skeleton.aliases["lm_head.weight"]].t())
 
     @torch.inference_mode()
-    def prefill(self, token_ids: Sequence[int]) -> Tensor:
-        """Keys and values of a prompt's tokens except the last one, which the first decode step reads.
+    def prefill(self, pack: Pack) -> list[Tensor]:
+        """Keys and values of some prompts' tokens except the last one, which the first decode step reads.
 
         Args:
-            token_ids: The whole prompt, at least two tokens.
+            pack: Prompts that `PromptPacker` put together; their results do not depend on which ones these are.
 
         Returns:
-            `[layers, 2, kv_heads, P, head_dim]`, where P depends on the prompt's length only; what lies behind the
-            prompt is finite and is overwritten before it is read.
+            For each prompt `[layers, 2, kv_heads, len(prompt) - 1, head_dim]`, a view of memory they all share.
         """
-        known = len(token_ids) - 1
-        padded = min(-(-known // _PREFILL_TOKENS) * _PREFILL_TOKENS, self._context)
-        ids = torch.zeros(padded, dtype=torch.int64)
-        ids[:known] = torch.tensor(token_ids[:known])
-        hidden = F.embedding(ids.to(self._device), self._embed)
-        cos, sin = self._cos[:padded, None], self._sin[:padded, None]
-        kept = torch.empty(
-            len(self._layers), 2, self._kv_heads, padded, self._head_dim, device=self._device, dtype=self._dtype
-        )
+        count = len(pack.token_ids)
+        layout = np.stack([pack.token_ids, pack.positions, pack.targets])
+        ids, position, targets = torch.from_numpy(layout).to(self._device)
+        sources = torch.from_numpy(pack.sources).to(self._device)
+        hidden = F.embedding(ids, self._embed)
+        cos, sin = (each.index_select(0, position)[:, None] for each in (self._cos, self._sin))
+        make: dict[str, Any] = {"device": self._device, "dtype": self._dtype}
+        kept = torch.empty(len(self._layers), 2, self._kv_heads, count, self._head_dim, **make)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             kept[index, 0] = key.transpose(0, 1)
             kept[index, 1] = value.transpose(0, 1)
             if index + 1 < len(self._layers):
-                mixed = F.scaled_dot_product_attention(
-                    query.transpose(0, 1)[None],
-                    kept[None, index, 0],
-                    kept[None, index, 1],
-                    is_causal=True,
-                    enable_gqa=self._heads != self._kv_heads,
-                )
-                self._finish(layer, hidden, mixed[0].transpose(0, 1).reshape(padded, -1))
-        return kept
+                padded = [each.index_select(0, sources) for each in (query, key, value)]
+                mixed = self._attend_prompts(padded, pack.calls)
+                self._finish(layer, hidden, mixed.index_select(0, targets))
+        spans = zip(pack.starts, pack.prompts, strict=True)
+        return [kept[:, :, :, start : start + len(prompt) - 1] for start, prompt in spans]
 
     @torch.inference_mode()
     def admit(self, slot: int, prefilled: Tensor) -> None:
@@ -122,7 +121,7 @@ class NativeDecoder:
         per_head = position[:, None].expand(-1, self._kv_heads).reshape(-1, 1)
         where = (self._base + per_head).view(-1)
         windows = self._attention.plan(positions, per_head)
-        cos, sin = self._cos[position][:, None], self._sin[position][:, None]
+        cos, sin = (each.index_select(0, position)[:, None] for each in (self._cos, self._sin))
         hidden = F.embedding(torch.from_numpy(tokens).to(self._device), self._embed)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
@@ -145,6 +144,21 @@ class NativeDecoder:
         # Rolling by half a head swaps its halves; the sign of rotate_half is in `sin`.
         turned = (qk * cos).add_(torch.roll(qk, self._head_dim // 2, -1).mul_(sin))
         return turned[:, : self._heads], turned[:, self._heads :], value
+
+    def _attend_prompts(self, padded: Sequence[Tensor], calls: Sequence[tuple[int, int]]) -> Tensor:
+        mixed: list[Tensor] = []
+        start = 0
+        for count, width in calls:
+            size = count * width
+            query, key, value = (
+                part[start : start + size].view(count, width, -1, self._head_dim).transpose(1, 2) for part in padded
+            )
+            each = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=self._heads != self._kv_heads
+            )
+            mixed.append(each.transpose(1, 2).reshape(size, -1))
+            start += size
+        return torch.cat(mixed)
 
     def _finish(self, layer: LayerWeights, hidden: Tensor, mixed: Tensor) -> None:
         hidden.add_(_linear(mixed, layer.out, layer.out_bias))

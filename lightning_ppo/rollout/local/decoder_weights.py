@@ -1,6 +1,6 @@
 """Weights of a Llama- or Qwen-style policy as the fast decoder wants them: fused, transposed, padded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,19 @@ _VECTOR = 64
 _GRAIN = 32768
 
 
-def aligned_width(width: int, rows: int, num_threads: int) -> int:
+def aligned_width(width: int, batches: Sequence[int], num_threads: int) -> int:
     """Smallest padded width for which every thread's share of `[rows, width]` is a whole number of vectors.
 
     Vector and scalar code of exp and the like differ in the last bit. Without padding, threads would split a batch in
     the middle of a vector, and the elements there would differ from those of the other rows.
+
+    Args:
+        width: Width without padding.
+        batches: Every number of rows that must come out so.
+        num_threads: Threads of torch.
     """
     padded = -(-width // _VECTOR) * _VECTOR
-    while (rows * padded) % (_VECTOR * min(num_threads, -(-rows * padded // _GRAIN))):
+    while any((rows * padded) % (_VECTOR * min(num_threads, -(-rows * padded // _GRAIN))) for rows in batches):
         padded += _VECTOR
     return padded
 

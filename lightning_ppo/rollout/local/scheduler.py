@@ -48,22 +48,32 @@ class SlotScheduler:
         Raises:
             FloatingPointError: the weights give logits that are not finite.
         """
-        while self._waiting and self._rows.has_free:
-            key = next(iter(self._waiting))
-            self._admit(Submit(key, self._waiting.pop(key)))
+        self._admit()
         if len(self._rows.in_use) == 0:
             return None
         logits = self._decoder.step(self._rows.last, self._rows.position)
         return self._rows.advance(logits, self._rows.all_rows, version)
 
-    def _admit(self, submit: Submit) -> None:
-        slot = self._rows.place(submit)
-        prompt = submit.request.prompt_ids
-        if len(prompt) == 1:
-            return
-        prefilled = self._prompts.get(prompt)
-        if prefilled is None:
-            prefilled = self._prompts[prompt] = self._decoder.prefill(prompt)
-            if len(self._prompts) > _KEPT_PROMPTS:
-                self._prompts.popitem(last=False)
-        self._decoder.admit(slot, prefilled)
+    def _admit(self) -> None:
+        slots_of: dict[tuple[int, ...], list[int]] = {}
+        while self._waiting and self._rows.has_free:
+            key = next(iter(self._waiting))
+            request = self._waiting.pop(key)
+            slot = self._rows.place(Submit(key, request))
+            if len(request.prompt_ids) > 1:
+                slots_of.setdefault(request.prompt_ids, []).append(slot)
+        for prompt in slots_of.keys() & self._prompts.keys():
+            self._enter(slots_of.pop(prompt), self._prompts[prompt])
+        # The rest of a group that starts in pieces comes next, so the prompts that were asked for last are kept.
+        recent = list(slots_of)[-_KEPT_PROMPTS:]
+        for pack in self._decoder.packer.pack(slots_of):
+            for prompt, prefilled in zip(pack.prompts, self._decoder.prefill(pack), strict=True):
+                self._enter(slots_of[prompt], prefilled)
+                if prompt in recent:
+                    self._prompts[prompt] = prefilled
+        while len(self._prompts) > _KEPT_PROMPTS:
+            self._prompts.popitem(last=False)
+
+    def _enter(self, slots: list[int], prefilled: Tensor) -> None:
+        for slot in slots:
+            self._decoder.admit(slot, prefilled)

@@ -81,12 +81,31 @@ def test_a_group_shares_one_prefill_even_when_it_starts_in_pieces(
     scheduler = build(policy("llama"), slots=3)
     calls = []
     original = scheduler._decoder.prefill
-    monkeypatch.setattr(scheduler._decoder, "prefill", lambda ids: calls.append(ids) or original(ids))
+    monkeypatch.setattr(scheduler._decoder, "prefill", lambda pack: calls.append(pack.prompts) or original(pack))
     drive(scheduler, [request_of((1, 2, 3), seed=seed) for seed in range(8)] + [request_of((4, 5), seed=9)])
-    assert calls == [(1, 2, 3), (4, 5)]
+    assert calls == [((1, 2, 3),), ((4, 5),)]
     scheduler.load(dict(policy("llama", seed=1).state_dict()))
     drive(scheduler, [request_of((1, 2, 3))])
     assert len(calls) == 3
+
+
+def test_prompts_that_start_together_share_a_prefill_and_the_last_ones_are_kept(
+    policy, build, drive, request_of, monkeypatch
+) -> None:
+    scheduler = build(policy("llama"), slots=64)
+    calls = []
+    original = scheduler._decoder.prefill
+    monkeypatch.setattr(scheduler._decoder, "prefill", lambda pack: calls.append(pack.prompts) or original(pack))
+    # Packs take the longest prompts first; the last to arrive are among the shortest, and must be kept all the same.
+    prompts = [(1, *[2] * length) for length in (20, 18, 9, 8, 7, 6, 5)] + [(i, i) for i in range(3, 8)]
+    drive(scheduler, [request_of(prompt, seed=seed) for seed, prompt in enumerate(prompts * 2)])
+    assert sorted(prompt for call in calls for prompt in call) == sorted(prompts)
+    assert len(calls) < 4
+    calls.clear()
+    drive(scheduler, [request_of(prompt) for prompt in prompts[-8:]])
+    assert calls == []
+    drive(scheduler, [request_of(prompts[3])])
+    assert calls == [(prompts[3],)]
 
 
 def test_slots_are_refilled_in_the_step_after_they_fall_free(policy, build, request_of) -> None:
