@@ -231,6 +231,7 @@ def run(
             "policy_grad_norm": policy_norm,
             "critic_grad_norm": critic_norm,
             "response_tokens": float(len(valid)),
+            "prompt_tokens": float(sum(len(r.prompt) for r in rollouts)),
         }
         history.append(record)
         if on_step is not None:
