@@ -252,6 +252,10 @@ class PPOModule(L.LightningModule):
         elif self._stop_after_step:
             self._stop_after_step, trainer.should_stop = False, True
 
+    @override
+    def on_validation_model_zero_grad(self) -> None:
+        """Do nothing: no gradient is ever left in `.grad`."""
+
     # ------------------------------------------------------------------ validation and prediction
 
     on_validation_start = on_predict_start = _start_engine

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ppo.batch import Trajectory
 
@@ -89,7 +89,7 @@ def collate(rows: Sequence[Trajectory], indices: Sequence[int], device: torch.de
 
 def pad_rows(values: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
     """Pad ragged `[T_i]` tensors to `[b, width]` with zeros (False for bool)."""
-    lengths = torch.tensor([len(value) for value in values])
-    padded = torch.zeros(len(values), width, dtype=values[0].dtype)
-    padded.masked_scatter_(torch.arange(width) < lengths[:, None], torch.cat(list(values)))
+    padded = nn.utils.rnn.pad_sequence(list(values), batch_first=True)
+    if padded.shape[1] < width:
+        padded = nn.functional.pad(padded, (0, width - padded.shape[1]))
     return padded.to(device, non_blocking=True)

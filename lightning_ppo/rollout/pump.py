@@ -96,17 +96,19 @@ class Pump:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as samples:
-                tasks = []
+                responses = []
                 for index in range(self._group_size):
                     name = f"{group_id}_g{index}"
                     seed = sample_seed(self._run_seed, draw, index)
-                    response = self._responder.respond(prompt, prompt_ids, name, name, self._sampling, seed)
-                    tasks.append(samples.create_task(response))
+                    responses.append(self._responder.respond(prompt, prompt_ids, name, name, self._sampling, seed))
+                tasks = [samples.create_task(response) for response in responses[1:]]
+                # this task would only wait: with one response per group that halves the tasks
+                first = await responses[0]
         except BaseExceptionGroup as group:
             failure = first_error(group)
         if failure is not None:
             raise failure
-        self._buffer.commit(group_id, [task.result() for task in tasks], self.version)
+        self._buffer.commit(group_id, [first, *(task.result() for task in tasks)], self.version)
 
     def _finished(self, group_id: str, task: "asyncio.Task[None]") -> None:
         self._running.discard(task)

@@ -147,9 +147,9 @@ class AdvantageStage:
         )
         for j, i in enumerate(indices):
             length = len(rows[i].response_ids)
-            advantages[i], returns[i] = advantage[j, :length].clone(), target[j, :length].clone()
+            advantages[i], returns[i] = advantage[j, :length], target[j, :length]
 
 
 def _unpad(padded: Tensor, batch: MicroBatch, rows: Sequence[Trajectory], into: Ragged) -> None:
     for i, row in zip(batch.indices, padded.cpu(), strict=True):
-        into[i] = row[: len(rows[i].response_ids)].clone()
+        into[i] = row[: len(rows[i].response_ids)]

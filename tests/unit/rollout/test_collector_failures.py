@@ -40,12 +40,14 @@ def test_a_failing_reward_is_an_error_and_never_a_row(build, until) -> None:
     assert first.value.__cause__ is cause
     assert collector._buffer.ready() == ()
     assert occupied_by_finished_groups(collector), "every permit is back"
-    assert sorted(engine.cancelled) == [f"draw{draw}_g{index}" for draw in (0, 1, 3) for index in (0, 1)]
+    held = {request.request_id for request in engine.requests if draw_of(request) != 2}
+    assert {"draw0_g0", "draw1_g0", "draw3_g0"} <= held <= set(engine.cancelled)
+    asked = len(engine.requests)
     with pytest.raises(RewardError) as second:
         collector.next_groups(0, 4, lambda: None)
     assert second.value is first.value
     collector.publish_version(1)
-    assert len(engine.requests) == 8, "the pump has stopped"
+    assert len(engine.requests) == asked, "the pump has stopped"
 
 
 def test_the_engines_error_arrives_as_it_is_though_enough_groups_are_ready(build, until) -> None:
