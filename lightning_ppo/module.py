@@ -1,7 +1,7 @@
 """PPOModule: a policy, a critic, and how a chunk of rollouts trains them."""
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -106,19 +106,13 @@ class PPOModule(L.LightningModule):
 
     @property
     def rollouts(self) -> RolloutDataModule:
-        """The data module: `refit`, `release`, `sample`."""
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        if not isinstance(datamodule, RolloutDataModule):
-            raise reject("datamodule", type(datamodule).__name__, "delivers no rollouts", "pass a RolloutDataModule")
-        return datamodule
+        """The data module: `refit`, `release`, `sample`. Its type was checked by `check_run`."""
+        return cast(RolloutDataModule, self.trainer.datamodule)  # type: ignore[attr-defined]
 
     @property
     def streaming_strategy(self) -> StreamingPPOStrategy:
-        """The strategy, typed."""
-        if not isinstance(self.trainer.strategy, StreamingPPOStrategy):
-            name = type(self.trainer.strategy).__name__
-            raise reject("strategy", name, "cannot run PPO steps", "set strategy=StreamingPPOStrategy()")
-        return self.trainer.strategy
+        """The strategy. Its type was checked by `check_run`."""
+        return cast(StreamingPPOStrategy, self.trainer.strategy)
 
     @property
     def seed(self) -> int:
