@@ -47,7 +47,8 @@ def test_fit_says_what_happens(fitted):
     outcome, folder = fitted
     lines = outcome.out.splitlines()
     assert lines[0].startswith("policy 388 k, critic 383 k parameters; 4 x 2 responses per PPO step, streaming; seed 0")
-    steps = [line.split(":")[0] for line in lines[1:-1]]
+    assert lines[1] == "starting the generation engine ..."
+    steps = [line.split(":")[0] for line in lines[2:-1]]
     assert steps == ["PPO step 1/5", "PPO step 2/5", "PPO step 4/5", "PPO step 5/5"]
     assert lines[-1] == (
         f"finished 5 PPO steps; files in {folder}: TensorBoard events, checkpoints, config.yaml, train.log, "
