@@ -210,14 +210,15 @@ class PolicyUpdate(SplitUpdate):
         weights: Tensor | None,
         out_of_bounds: Tensor,
     ) -> None:
-        gap = torch.where(mask, old - rollout, torch.zeros_like(old))
+        # in float32, exp(x) - 1 - x of a tiny x is rounding error of either sign
+        gap = torch.where(mask, old - rollout, torch.zeros_like(old)).double()
         self._mismatch_max = torch.maximum(self._mismatch_max.to(gap.device), gap.abs().max().double())
         tokens = mask.sum()
         self._sums.add(
             tokens=tokens,
             sequences=mask.any(1).sum(),
             logprobs=torch.where(mask, logprobs, torch.zeros_like(logprobs)).sum(),
-            mismatch_kl=(gap.exp() - 1 - gap).sum(),
+            mismatch_kl=(torch.expm1(gap) - gap).sum(),
             weights=tokens if weights is None else torch.where(mask, weights, torch.zeros_like(weights)).sum(),
             out_of_bounds=out_of_bounds,
         )

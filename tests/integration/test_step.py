@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 import lightning_ppo as ppo
 from lightning_ppo.algorithms import kl_estimate
 from lightning_ppo.testing import FakeEngine, char_tokenizer
+from lightning_ppo.timing import PhaseTimer
+from lightning_ppo.updates.advantage_stage import AdvantageStage
 
 FAST = {"policy_optimizer": partial(torch.optim.AdamW, lr=2e-2, weight_decay=0.0)}
 SGD = {
@@ -497,3 +499,32 @@ def test_critic_loss_falls_within_the_epochs_of_a_step(make_run):
     _, watch = fit(make_run, ppo_settings={"critic_ppo_epochs": 8})
     (metrics,) = watch.metrics
     assert metrics["critic/loss_last_epoch"] < metrics["critic/loss"]
+
+
+def test_sampler_mismatch_of_a_few_ulps_is_not_lost_to_rounding(make_run):
+    """In float32, exp(x) - 1 - x of a tiny x is rounding error: 0, or of either sign."""
+
+    class Nearly(ppo.PPOCallback):
+        def __init__(self):
+            self.kl = []
+
+        def on_chunk_ready(self, trainer, pl_module, payload):
+            chunk = payload.chunk
+            rows = AdvantageStage(
+                pl_module.policy,
+                pl_module.critic,
+                None,
+                ppo.PPOConfig(ppo_epochs=2),
+                pl_module.streaming_strategy.residency,
+                PhaseTimer(),
+            ).run(chunk)
+            for row in rows:
+                row.trajectory.rollout_logprobs.copy_(row.old_logprobs * (1 + 2e-7))
+
+        def on_policy_update_end(self, trainer, pl_module, payload):
+            self.kl.append(payload.stats[0].sampler_mismatch_kl)
+
+    seen = Nearly()
+    make_run(3, callbacks=[seen]).fit()
+    assert len(seen.kl) == 3
+    assert all(0 < kl < 1e-11 for kl in seen.kl)
