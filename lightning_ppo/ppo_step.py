@@ -47,7 +47,6 @@ class PPOStep:
     critic_update: CriticUpdate
     timer: PhaseTimer
     state: StepState | None = None
-    _plan: ChunkPlan | None = None
     _started_s: float = 0.0
 
     def train_chunk(self, chunk: Chunk) -> dict[str, float] | None:
@@ -84,7 +83,6 @@ class PPOStep:
             chunk.groups_dispatched,
             chunk.groups_per_step,
         )
-        self._plan = plan
         if chunk.is_closing:
             return self._close(state, plan)
         # the next chunk needs the critic first; loading it overlaps the wait

@@ -1,6 +1,5 @@
 """RolloutDataModule: prompts and a reward in, chunks of rewarded responses out, on every rank."""
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +29,6 @@ from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.validation import reject, require
-
-log = logging.getLogger(__name__)
 
 Rows = str | Path | Sequence[Mapping[str, Any]]
 
