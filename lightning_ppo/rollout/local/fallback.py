@@ -9,41 +9,27 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from lightning_ppo.rollout.engine import GenerationRequest
 from lightning_ppo.rollout.local.protocol import Finished, Submit
 from lightning_ppo.rollout.local.rows import RowTable
 from lightning_ppo.rollout.local.skeleton import Skeleton, build_model
+from lightning_ppo.rollout.local.waiting import WaitingRequests
 
 
-class BatchScheduler:
+class BatchScheduler(WaitingRequests):
     """Batches of waiting requests, left-padded; finished rows leave, new ones wait for the next batch."""
 
     def __init__(self, skeleton: Skeleton, rows: RowTable, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(rows)
         self._model = build_model(skeleton.config, dtype=dtype).to(device).eval().requires_grad_(False)
         self._tensors = self._model.state_dict()
         self._config = skeleton.config
-        self._rows, self._device = rows, device
-        self._waiting: dict[int, GenerationRequest] = {}
+        self._device = device
         accepted = inspect.signature(self._model.forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._cache: Any = None
         self._batch = np.empty(0, dtype=np.int64)
         self._attended = torch.empty(0)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is anything to sample."""
-        return bool(self._waiting) or len(self._rows.in_use) > 0
-
-    def submit(self, submit: Submit) -> None:
-        """Queue a request."""
-        self._waiting[submit.key] = submit.request
-
-    def abort(self, key: int) -> None:
-        """Forget a request, wherever it is; unknown keys are ignored."""
-        if self._waiting.pop(key, None) is None:
-            self._rows.abort(key)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take new weights; responses in the batch go on with the cache they have."""

@@ -5,37 +5,22 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from lightning_ppo.rollout.engine import GenerationRequest
 from lightning_ppo.rollout.local.decoder import NativeDecoder
 from lightning_ppo.rollout.local.protocol import Finished, Submit
 from lightning_ppo.rollout.local.rows import RowTable
+from lightning_ppo.rollout.local.waiting import WaitingRequests
 
 _KEPT_PROMPTS = 8
 
 
-class SlotScheduler:
+class SlotScheduler(WaitingRequests):
     """Waiting requests, slots, and one decode step at a time."""
 
     def __init__(self, decoder: NativeDecoder, rows: RowTable) -> None:
+        super().__init__(rows)
         self._decoder = decoder
-        self._rows = rows
-        self._waiting: dict[int, GenerationRequest] = {}
         # Prefilled prompts, so that the responses of one group share one prefill although they rarely start together.
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether there is anything to sample."""
-        return bool(self._waiting) or len(self._rows.in_use) > 0
-
-    def submit(self, submit: Submit) -> None:
-        """Queue a request."""
-        self._waiting[submit.key] = submit.request
-
-    def abort(self, key: int) -> None:
-        """Forget a request, wherever it is; unknown keys are ignored."""
-        if self._waiting.pop(key, None) is None:
-            self._rows.abort(key)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take new weights; responses in slots go on with the keys and values they have."""
