@@ -21,9 +21,9 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
-from lightning_ppo.rollout.config import LocalEngineConfig
 from lightning_ppo.rollout.engine import GenerationRequest, PolicySpec, SamplingParams
 from lightning_ppo.rollout.local import LocalEngine
+from lightning_ppo.rollout.local.config import LocalEngineConfig
 
 VOCAB = 42
 STOPS = [1, 2, 3, 4]

@@ -81,7 +81,7 @@ def run(minimum: int, args: argparse.Namespace) -> list[dict[str, float]]:
         num_prompts_per_step=args.groups, min_groups_for_streaming_train=minimum, max_response_tokens=48, seed=0
     )
     engine = ppo.LocalEngineConfig(slots=args.slots)
-    data = ppo.RolloutDataModule(str(ROOT / "examples" / "sort.jsonl"), exact_match, rollout=rollout, engine=engine)
+    data = ppo.RolloutDataModule(str(ROOT / "examples" / "sort.jsonl"), exact_match, rollout=rollout, local=engine)
     trainer = L.Trainer(
         strategy=ppo.StreamingPPOStrategy(),
         accelerator="cpu",

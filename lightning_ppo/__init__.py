@@ -22,8 +22,11 @@ if TYPE_CHECKING:
     from lightning_ppo.export import export_checkpoint
     from lightning_ppo.hooks import PPOCallback
     from lightning_ppo.module import PPOModule
-    from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
+    from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.local.config import LocalEngineConfig
     from lightning_ppo.rollout.datamodule import RolloutDataModule
+    from lightning_ppo.rollout.failure_config import FailureConfig
+    from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
     from lightning_ppo.strategy import StreamingPPOStrategy
 
 __version__ = "0.1.0"
@@ -33,17 +36,20 @@ _HOME = {
     "CriticEpochs": "lightning_ppo.callbacks",
     "CriticWarmup": "lightning_ppo.callbacks",
     "FrozenCritic": "lightning_ppo.callbacks",
-    "LocalEngineConfig": "lightning_ppo.rollout.config",
+    "LocalEngineConfig": "lightning_ppo.rollout.local.config",
     "PPOCallback": "lightning_ppo.hooks",
     "PPOConfig": "lightning_ppo.config",
     "PPOModule": "lightning_ppo.module",
     "PPOProgressBar": "lightning_ppo.callbacks",
+    "FailureConfig": "lightning_ppo.rollout.failure_config",
     "RolloutConfig": "lightning_ppo.rollout.config",
     "RolloutDataModule": "lightning_ppo.rollout.datamodule",
     "RunLog": "lightning_ppo.callbacks",
     "SampleTable": "lightning_ppo.callbacks",
     "StepCheckpoint": "lightning_ppo.callbacks",
+    "RayConfig": "lightning_ppo.rollout.vllm.config",
     "StreamingPPOStrategy": "lightning_ppo.strategy",
+    "VLLMConfig": "lightning_ppo.rollout.vllm.config",
     "WeightRefit": "lightning_ppo.callbacks",
     "export_checkpoint": "lightning_ppo.export",
 }
@@ -52,6 +58,7 @@ __all__ = [
     "CheckpointExclusion",
     "CriticEpochs",
     "CriticWarmup",
+    "FailureConfig",
     "FrozenCritic",
     "LocalEngineConfig",
     "PPOCallback",
@@ -59,11 +66,13 @@ __all__ = [
     "PPOModule",
     "PPOProgressBar",
     "RolloutConfig",
+    "RayConfig",
     "RolloutDataModule",
     "RunLog",
     "SampleTable",
     "StepCheckpoint",
     "StreamingPPOStrategy",
+    "VLLMConfig",
     "WeightRefit",
     "export_checkpoint",
 ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +113,8 @@ class FakeEngine:
         """All requests, in the order in which they arrived."""
         self.cancelled: list[str] = []
         """Ids of requests that their caller cancelled."""
+        self.sleeps: list[bool] = []
+        """True for every call of `sleep`, False for every call of `wake`, in order."""
         self.closed = False
 
     def start(self, spec: PolicySpec) -> None:
@@ -153,6 +155,18 @@ class FakeEngine:
         self.weights = new or self.weights
         self.versions.append(version)
         self.version = version
+
+    async def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
+        """Answer as scripted, as the only replica."""
+        return {"fake": await self.generate(request)}
+
+    def sleep(self) -> None:
+        """Remember that it was called."""
+        self.sleeps.append(True)
+
+    def wake(self) -> None:
+        """Remember that it was called."""
+        self.sleeps.append(False)
 
     def check_health(self) -> None:
         """Raise after `die`.

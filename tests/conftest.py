@@ -116,7 +116,7 @@ def make_run(policy_folder: str, tmp_path: Path) -> Callable[..., Run]:
             reward,
             validation_prompts,
             rollout=ppo.RolloutConfig(**{**sizes, **(rollout or {})}),
-            engine=ppo.LocalEngineConfig(trainer_threads=None),
+            local=ppo.LocalEngineConfig(trainer_threads=None),
             fake=engine,
         )
         model = ppo.PPOModule(policy_folder, ppo=ppo.PPOConfig(**(ppo_settings or {})), **(module or {}))

@@ -1,10 +1,13 @@
-"""Settings of the rollouts and of the built-in engine: frozen dataclasses that check themselves."""
+"""Settings of the rollouts: a frozen dataclass that checks itself. Each engine has its own beside its code."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from lightning_ppo.rollout.engine import SamplingParams
-from lightning_ppo.validation import check_choice, check_count, check_number, require
+from lightning_ppo.rollout.failure_config import FailureConfig
+from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
+
+SAMPLERS = ("in_order", "ready_first", "windowed", "weight_fifo")
 
 
 @dataclass(frozen=True)
@@ -17,11 +20,24 @@ class RolloutConfig:
         min_groups_for_streaming_train: Finished groups that are worth training on. Below `num_prompts_per_step` the
             step streams: chunks are trained while the rest is still being generated. Equal to it: one full batch.
         sampler: `in_order` trains every prompt in the step it was drawn for; `ready_first` trains whatever is finished
-            first (off-policy: needs importance correction).
+            first; `windowed` starts prompts as long as there is room; `weight_fifo` finishes the oldest policy version
+            first; `package.module:Class` or `path/to/file.py:Class` is your own.
+        sampler_options: Keyword arguments of your own sampler.
+        sample_freshest_first: `windowed` only: train the groups of the newest policy version first.
         max_lookahead_versions: How many policy versions generation may run ahead of training. 0: every response is
             sampled from the policy that it trains (generation still overlaps the critic's training).
-        max_buffered_rollouts: Groups that may exist at once, from dispatch until trained; None means
-            num_prompts_per_step * (max_lookahead_versions + 2).
+        max_trajectory_age_steps: How many policy updates old a trained response may be, at most; a group that gets
+            older is generated again. Versions of a policy frozen in critic warm-up do not count.
+        warmup_generation_lead_steps: Critic warm-up only: how many PPO steps generation may run ahead while the policy
+            is frozen; None means `max_lookahead_versions`.
+        in_flight_weight_updates: Whether responses that are being generated go on with new weights in mid-sequence;
+            False finishes them first.
+        recompute_kv_cache_after_weight_updates: Whether keys and values of the old weights are dropped after an update,
+            in engines that keep them (vLLM); False trades exactness for speed.
+        colocated: Generation shares the training device: it sleeps from the selection of a step's rollouts until its
+            critic is trained, and gets new weights then. Needs full-batch mode and no lookahead.
+        max_buffered_rollouts: Groups that may exist at once, from dispatch until trained; None means one batch more
+            than the sampler needs.
         max_inflight_prompts: Groups being generated at once; None means as many as are buffered.
         max_response_tokens: Longest response; one that hits it is marked truncated.
         temperature: Sampling temperature in training; the trainer applies the same to its own log-probs.
@@ -34,15 +50,30 @@ class RolloutConfig:
         shuffle: Shuffle the prompts anew in every epoch, from the seed.
         seed: Seed of the prompt order and of every response; None means Lightning's global seed, or 0.
         timeout_s: Deadline for every wait on rollouts: without any finished group for this long the run fails.
-        reward_timeout_s: Deadline of one call of an asynchronous reward function.
+        reward_timeout_s: Deadline of one call of an asynchronous (or remote) reward function.
+        reward_workers: Ray actors that compute rewards, for functions that are slow; 0 computes them in the collector.
+        failures: What happens when a rollout fails.
+        restore: What a resumed run does with the rollouts of its checkpoint and journal: `fill` keeps them and
+            generates what is missing; `drop_incomplete` keeps complete steps only; `none` generates all again.
+        journal: Append finished groups to the run's folder as they arrive, so that a kill between two checkpoints does
+            not lose them.
+        record_rollouts: Keep the whole journal: `replay_schedule` can then repeat a run without generating.
         replay_chunks: A `chunks.jsonl` of an earlier run: every step uses the chunks recorded there.
+        replay_schedule: A `schedule.jsonl` of an earlier run: repeat its admissions, versions and chunks exactly.
     """
 
     num_prompts_per_step: int = 32
     num_generations_per_prompt: int = 4
     min_groups_for_streaming_train: int = 8
-    sampler: Literal["in_order", "ready_first"] = "in_order"
+    sampler: str = "in_order"
+    sampler_options: dict[str, Any] = field(default_factory=dict)
+    sample_freshest_first: bool = False
     max_lookahead_versions: int = 0
+    max_trajectory_age_steps: int = 1
+    warmup_generation_lead_steps: int | None = None
+    in_flight_weight_updates: bool = True
+    recompute_kv_cache_after_weight_updates: bool = True
+    colocated: bool = False
     max_buffered_rollouts: int | None = None
     max_inflight_prompts: int | None = None
     max_response_tokens: int = 64
@@ -57,7 +88,13 @@ class RolloutConfig:
     seed: int | None = None
     timeout_s: float = 600.0
     reward_timeout_s: float = 60.0
+    reward_workers: int = 0
+    failures: FailureConfig = FailureConfig()  # noqa: RUF009 - frozen
+    restore: Literal["fill", "drop_incomplete", "none"] = "fill"
+    journal: bool = True
+    record_rollouts: bool = False
     replay_chunks: str | None = None
+    replay_schedule: str | None = None
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
@@ -75,17 +112,6 @@ class RolloutConfig:
             f"is above num_prompts_per_step={self.num_prompts_per_step}",
             "set it equal for full-batch mode, or lower to stream",
         )
-        check_choice("sampler", self.sampler, ("in_order", "ready_first"))
-        check_count("max_lookahead_versions", self.max_lookahead_versions, 0)
-        if self.max_buffered_rollouts is not None:
-            need = self.num_prompts_per_step * (self.max_lookahead_versions + 1)
-            require(
-                self.max_buffered_rollouts >= need,
-                "max_buffered_rollouts",
-                self.max_buffered_rollouts,
-                "would deadlock",
-                f"set at least num_prompts_per_step * (max_lookahead_versions + 1) = {need}",
-            )
         if self.max_inflight_prompts is not None:
             check_count("max_inflight_prompts", self.max_inflight_prompts)
         check_number("temperature", self.temperature, 0, open_low=True)
@@ -98,6 +124,65 @@ class RolloutConfig:
             check_count("seed", self.seed, 0)
         check_number("timeout_s", self.timeout_s, 0, open_low=True)
         check_number("reward_timeout_s", self.reward_timeout_s, 0, open_low=True)
+        check_count("reward_workers", self.reward_workers, 0)
+        check_choice("restore", self.restore, ("fill", "drop_incomplete", "none"))
+        self._check_order()
+        self._check_replay()
+
+    def _check_order(self) -> None:
+        if ":" not in self.sampler:
+            check_choice("sampler", self.sampler, (*SAMPLERS, "package.module:Class"))
+            if self.sampler_options:
+                raise reject(
+                    "sampler_options", self.sampler_options, f"is not read by sampler={self.sampler}", "drop it"
+                )
+        if self.sample_freshest_first:
+            require(
+                self.sampler == "windowed",
+                "sample_freshest_first",
+                True,
+                f"is not read by sampler={self.sampler}",
+                "set sampler=windowed",
+            )
+        check_count("max_lookahead_versions", self.max_lookahead_versions, 0)
+        check_count("max_trajectory_age_steps", self.max_trajectory_age_steps, 0)
+        require(
+            self.max_lookahead_versions <= self.max_trajectory_age_steps,
+            "max_lookahead_versions",
+            self.max_lookahead_versions,
+            f"is above max_trajectory_age_steps={self.max_trajectory_age_steps}: its rollouts would be too old to train",
+            "set max_trajectory_age_steps as high",
+        )
+        lead = self.warmup_generation_lead_steps
+        if lead is not None:
+            check_count("warmup_generation_lead_steps", lead, 0)
+            floor = self.max_trajectory_age_steps
+            why = f"is below max_trajectory_age_steps={floor}"
+            require(lead >= floor, "warmup_generation_lead_steps", lead, why, f"set >= {floor}, or None")
+        if self.max_buffered_rollouts is not None:
+            need = self.num_prompts_per_step * (self.peak_lead + 1)
+            require(
+                self.max_buffered_rollouts >= need,
+                "max_buffered_rollouts",
+                self.max_buffered_rollouts,
+                "would deadlock",
+                f"set at least num_prompts_per_step * (steps that generation runs ahead + 1) = {need}",
+            )
+        if self.colocated:
+            full = self.num_prompts_per_step
+            why = "keeps generating while the training device is in use, but colocated=True"
+            require(not self.is_streaming, "min_groups_for_streaming_train", self.min_groups_for_streaming_train, why,
+                    f"set {full}")  # fmt: skip
+            require(self.peak_lead == 0, "max_lookahead_versions", self.peak_lead, why, "set 0")
+            require(self.sampler == "in_order", "sampler", self.sampler, why, "set in_order")
+
+    def _check_replay(self) -> None:
+        if self.replay_schedule is not None and self.replay_chunks is not None:
+            raise reject(
+                "replay_chunks", self.replay_chunks, "is part of replay_schedule already", "set only one of them"
+            )
+        if self.record_rollouts:
+            require(self.journal, "record_rollouts", True, "keeps the journal, which is off", "set journal=True")
 
     @property
     def is_streaming(self) -> bool:
@@ -107,14 +192,21 @@ class RolloutConfig:
     @property
     def can_be_off_policy(self) -> bool:
         """Whether a trained response may come from an older policy."""
-        return self.max_lookahead_versions > 0 or self.sampler == "ready_first"
+        if self.max_trajectory_age_steps == 0:
+            return False
+        return self.max_lookahead_versions > 0 or self.sampler not in ("in_order", "ready_first", "weight_fifo")
+
+    @property
+    def peak_lead(self) -> int:
+        """Most PPO steps that generation ever runs ahead of training."""
+        return max(self.max_lookahead_versions, self.warmup_generation_lead_steps or 0)
 
     @property
     def buffer_capacity(self) -> int:
         """Groups that may exist at once."""
         if self.max_buffered_rollouts is not None:
             return self.max_buffered_rollouts
-        return self.num_prompts_per_step * (self.max_lookahead_versions + 2)
+        return self.num_prompts_per_step * (self.peak_lead + 2)
 
     @property
     def inflight_capacity(self) -> int:
@@ -129,40 +221,3 @@ class RolloutConfig:
         """Return how responses of validate and predict are sampled."""
         temperature, top_p, top_k = self.validation_temperature, self.validation_top_p, self.validation_top_k
         return SamplingParams(self.max_response_tokens, temperature, top_p, top_k, stop_token_ids)
-
-
-@dataclass(frozen=True)
-class LocalEngineConfig:
-    """The built-in engine: one process of its own on this machine.
-
-    Args:
-        slots: Responses generated at once; finished ones are replaced at once.
-        num_threads: Threads of the engine's process.
-        trainer_threads: Threads of the trainer's process while the engine runs; None leaves torch's setting.
-        device: Where the engine computes, for example `cpu` or `cuda:0`.
-        dtype: Precision of the engine's weights; `float32` keeps its log-probs equal to the trainer's.
-        start_timeout_s: Deadline for the engine's process to come up.
-        update_timeout_s: Deadline for new weights to be confirmed.
-        backend: `auto` uses the fast decoder for Llama- and Qwen-style models and transformers' own forward for others;
-            `native` and `transformers` force one of them.
-    """
-
-    slots: int = 128
-    num_threads: int = 1
-    trainer_threads: int | None = 1
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    start_timeout_s: float = 120.0
-    update_timeout_s: float = 60.0
-    backend: Literal["auto", "native", "transformers"] = "auto"
-
-    def __post_init__(self) -> None:
-        """Reject bad values with one line each."""
-        check_count("slots", self.slots)
-        check_count("num_threads", self.num_threads)
-        if self.trainer_threads is not None:
-            check_count("trainer_threads", self.trainer_threads)
-        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
-        check_choice("backend", self.backend, ("auto", "native", "transformers"))
-        check_number("start_timeout_s", self.start_timeout_s, 0, open_low=True)
-        check_number("update_timeout_s", self.update_timeout_s, 0, open_low=True)

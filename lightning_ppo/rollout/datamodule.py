@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -16,19 +16,21 @@ from lightning_ppo.batch import Chunk, Prompt, Trajectory
 from lightning_ppo.errors import RolloutError
 from lightning_ppo.ranks import Relay
 from lightning_ppo.rollout.collector import Collector
-from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
+from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
 from lightning_ppo.rollout.engine import Engine, PolicySpec
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local import LocalEngine
+from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.samplers import make_sampler
 from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
-from lightning_ppo.validation import reject, require
+from lightning_ppo.validation import check_choice, reject, require
 
 Rows = str | Path | Sequence[Mapping[str, Any]]
 
@@ -46,7 +48,9 @@ class RolloutDataModule(L.LightningDataModule):
             It gets `prompt` and `response` (text) and the row's other columns by name, and returns a finite number.
         validation_prompts: The same for `validate` and validation during `fit`; None switches it off.
         rollout: How many rollouts, how they are sampled, in which order they are trained.
-        engine: The built-in generation engine.
+        engine: What generates: `local`, the built-in engine in a process of its own, or `vllm`.
+        local: Settings of the built-in engine.
+        vllm: Settings of generation by vLLM servers.
     """
 
     def __init__(
@@ -55,14 +59,23 @@ class RolloutDataModule(L.LightningDataModule):
         reward: str | Callable[..., Any],
         validation_prompts: str | list[dict[str, Any]] | Sequence[Mapping[str, Any]] | None = None,
         rollout: RolloutConfig = RolloutConfig(),  # noqa: B008 - frozen
-        engine: LocalEngineConfig = LocalEngineConfig(),  # noqa: B008 - frozen
+        engine: Literal["local", "vllm"] = "local",
+        local: LocalEngineConfig = LocalEngineConfig(),  # noqa: B008 - frozen
+        vllm: VLLMConfig = VLLMConfig(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
         self.prompts: Rows = prompts
         self.validation_prompts: Rows | None = validation_prompts
         self.reward = reward
         self.rollout = rollout
-        self.engine_config = engine
+        check_choice("engine", engine, ("local", "vllm"))
+        unused, default = (
+            ("vllm", vllm != VLLMConfig()) if engine == "local" else ("local", local != LocalEngineConfig())
+        )
+        if default:
+            raise reject(unused, "(set)", f"is not read by engine={engine}", f"set engine={unused}, or drop it")
+        self.engine = engine
+        self.engine_config: LocalEngineConfig | VLLMConfig = local if engine == "local" else vllm
         self.run_seed = rollout.seed if rollout.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._train_set: PromptSet | None = None
         self._validation_set: PromptSet | None = None

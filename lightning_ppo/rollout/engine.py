@@ -1,6 +1,6 @@
 """What a generation engine is: token ids in; token ids, log-probs, finish reason and versions out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +82,33 @@ class Engine(Protocol):
         Args:
             weights: Hugging Face parameter names and tensors; empty to announce a new version of unchanged weights.
             version: The policy version they are.
+
+        Raises:
+            EngineError: the engine did not confirm within its deadline.
+        """
+        ...
+
+    async def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
+        """Sample the same response from every replica; shows which weights each of them serves.
+
+        Returns:
+            The answer of each replica, by its name.
+
+        Raises:
+            EngineError: a replica did not answer; the message names it.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give the device's memory back until `wake`; nothing may be in flight. Without effect if it sleeps.
+
+        Raises:
+            EngineError: the engine did not confirm within its deadline.
+        """
+        ...
+
+    def wake(self) -> None:
+        """Take the device again; `update_weights` must follow before the next request. Without effect if awake.
 
         Raises:
             EngineError: the engine did not confirm within its deadline.

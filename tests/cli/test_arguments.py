@@ -54,7 +54,7 @@ def test_every_key_is_documented(parsers, subcommand):
     parser = parsers[subcommand]
     keys = {action.dest for action in parser._actions}
     assert {f"data.rollout.{name}" for name in RolloutConfig.__dataclass_fields__} <= keys
-    assert {"model.ppo.gamma", "data.engine.slots", "samples.rows", "progress.every_n_steps"} <= keys
+    assert {"model.ppo.gamma", "data.local.slots", "samples.rows", "progress.every_n_steps"} <= keys
     assert undocumented(parser) == []
 
 

@@ -254,7 +254,7 @@ def build(
         reward or score,
         PROMPTS[:5],
         rollout=ppo.RolloutConfig(**sizes),
-        engine=ppo.LocalEngineConfig(trainer_threads=None),
+        local=ppo.LocalEngineConfig(trainer_threads=None),
         fake=engine,
     )
     optimizers = {"policy_optimizer": SGD, "critic_optimizer": SGD} if setup.sgd else {}

@@ -7,7 +7,8 @@ import pytest
 
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
-from lightning_ppo.rollout.config import LocalEngineConfig, RolloutConfig
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.local.config import LocalEngineConfig
 
 ONE_LINE = re.compile(r"^\w+=\S[^;\n]*; [^;\n]+$")
 NAN, INF = float("nan"), float("inf")

@@ -7,8 +7,8 @@ import numpy as np
 
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.layout import FlatLayout
-from lightning_ppo.rollout.config import LocalEngineConfig
 from lightning_ppo.rollout.engine import GenerationRequest, PolicySpec
+from lightning_ppo.rollout.local.config import LocalEngineConfig
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightning_ppo.errors import EngineDiedError, EngineError
-from lightning_ppo.rollout.config import LocalEngineConfig
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.local import LocalEngine
+from lightning_ppo.rollout.local.config import LocalEngineConfig
 
 
 def _spec(model, context=64) -> PolicySpec:
@@ -212,7 +212,7 @@ def test_native_refuses_other_architectures_and_auto_falls_back(policy, started,
 _TRAINER = """
 import asyncio, sys, torch
 from transformers import AutoModelForCausalLM, LlamaConfig
-from lightning_ppo.rollout.config import LocalEngineConfig
+from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.engine import GenerationRequest, PolicySpec, SamplingParams
 from lightning_ppo.rollout.local import LocalEngine
 config = LlamaConfig(vocab_size=29, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)

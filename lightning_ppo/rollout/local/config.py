@@ -1,0 +1,43 @@
+"""Settings of the built-in engine: a frozen dataclass that checks itself."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_ppo.validation import check_choice, check_count, check_number
+
+
+@dataclass(frozen=True)
+class LocalEngineConfig:
+    """The built-in engine: one process of its own on this machine.
+
+    Args:
+        slots: Responses generated at once; finished ones are replaced at once.
+        num_threads: Threads of the engine's process.
+        trainer_threads: Threads of the trainer's process while the engine runs; None leaves torch's setting.
+        device: Where the engine computes, for example `cpu` or `cuda:0`.
+        dtype: Precision of the engine's weights; `float32` keeps its log-probs equal to the trainer's.
+        start_timeout_s: Deadline for the engine's process to come up.
+        update_timeout_s: Deadline for new weights to be confirmed.
+        backend: `auto` uses the fast decoder for Llama- and Qwen-style models and transformers' own forward for others;
+            `native` and `transformers` force one of them.
+    """
+
+    slots: int = 128
+    num_threads: int = 1
+    trainer_threads: int | None = 1
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    start_timeout_s: float = 120.0
+    update_timeout_s: float = 60.0
+    backend: Literal["auto", "native", "transformers"] = "auto"
+
+    def __post_init__(self) -> None:
+        """Reject bad values with one line each."""
+        check_count("slots", self.slots)
+        check_count("num_threads", self.num_threads)
+        if self.trainer_threads is not None:
+            check_count("trainer_threads", self.trainer_threads)
+        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
+        check_choice("backend", self.backend, ("auto", "native", "transformers"))
+        check_number("start_timeout_s", self.start_timeout_s, 0, open_low=True)
+        check_number("update_timeout_s", self.update_timeout_s, 0, open_low=True)

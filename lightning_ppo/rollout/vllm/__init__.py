@@ -1,0 +1,1 @@
+"""Generation by vLLM servers. The trainer's process never imports vLLM."""
