@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from lightning_ppo.hooks import PPOCallback
     from lightning_ppo.module import PPOModule
     from lightning_ppo.rollout.config import RolloutConfig
-from lightning_ppo.rollout.local.config import LocalEngineConfig
     from lightning_ppo.rollout.datamodule import RolloutDataModule
     from lightning_ppo.rollout.failure_config import FailureConfig
+    from lightning_ppo.rollout.local.config import LocalEngineConfig
     from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
     from lightning_ppo.strategy import StreamingPPOStrategy
 

@@ -150,7 +150,7 @@ class RolloutConfig:
             self.max_lookahead_versions <= self.max_trajectory_age_steps,
             "max_lookahead_versions",
             self.max_lookahead_versions,
-            f"is above max_trajectory_age_steps={self.max_trajectory_age_steps}: its rollouts would be too old to train",
+            f"is above max_trajectory_age_steps={self.max_trajectory_age_steps}: rollouts would be too old",
             "set max_trajectory_age_steps as high",
         )
         lead = self.warmup_generation_lead_steps
@@ -171,8 +171,8 @@ class RolloutConfig:
         if self.colocated:
             full = self.num_prompts_per_step
             why = "keeps generating while the training device is in use, but colocated=True"
-            require(not self.is_streaming, "min_groups_for_streaming_train", self.min_groups_for_streaming_train, why,
-                    f"set {full}")  # fmt: skip
+            minimum = self.min_groups_for_streaming_train
+            require(minimum == full, "min_groups_for_streaming_train", minimum, why, f"set {full}")
             require(self.peak_lead == 0, "max_lookahead_versions", self.peak_lead, why, "set 0")
             require(self.sampler == "in_order", "sampler", self.sampler, why, "set in_order")
 
