@@ -1,13 +1,13 @@
 """Settings of the PPO step: a frozen dataclass that checks itself. Rollout settings are in `rollout/config.py`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
 
 NormalizeAdvantages = Literal["running", "batch", "chunk", "off"]
 LossLevel = Literal["token", "sequence"]
-ImportanceCorrection = Literal["none", "token", "truncated"]
+ImportanceCorrection = Literal["none", "token", "truncated", "sequence", "icepop", "sequence_mask"]
 KLPlacement = Literal["none", "reward", "loss"]
 KLType = Literal["k1", "k2", "k3"]
 TruncatedResponses = Literal["keep", "mask", "penalize"]
@@ -38,10 +38,12 @@ class PPOConfig:
         policy_minibatches: Shuffled policy updates per pass; above 1 needs full-batch mode.
         old_logprobs: `recompute` takes the trainer's log-probs before the update as the ratio's denominator, `rollout`
             those that the engine reported.
-        importance_correction: `none`, `token` (weights exp(old - rollout)) or `truncated` (the same, clamped). Needed
-            whenever rollouts can be older than the policy.
-        importance_clip_max: Upper bound of truncated weights.
-        importance_clip_min: Lower bound of truncated weights.
+        importance_correction: Weights for what another policy or engine sampled, needed whenever rollouts can be older
+            than the policy: `none`; `token`, w = exp(old - rollout); `truncated`, w clamped to the bounds; `sequence`,
+            the geometric mean of w over the response, clamped; `icepop`, w where within the bounds, else 0;
+            `sequence_mask`, w in responses whose geometric mean is within the bounds, else 0.
+        importance_clip_max: Upper bound of the weights; None means 2. Not read by `none` and `token`.
+        importance_clip_min: Lower bound of the weights; None means 0. `icepop` and `sequence_mask` need one above 0.
         kl_placement: Where the KL to the reference policy is charged: `none`, `reward` or `loss`.
         kl_coef: Weight of that KL.
         kl_type: KL estimator: k1 (unbiased, signed), k2 (squared) or k3 (unbiased, non-negative).
@@ -75,8 +77,8 @@ class PPOConfig:
     policy_minibatches: int = 1
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     importance_correction: ImportanceCorrection = "none"
-    importance_clip_max: float = 2.0
-    importance_clip_min: float = 0.0
+    importance_clip_max: float | None = None
+    importance_clip_min: float | None = None
     kl_placement: KLPlacement = "none"
     kl_coef: float = 0.0
     kl_type: KLType = "k3"
@@ -106,7 +108,7 @@ class PPOConfig:
         check_choice("normalize_advantages", self.normalize_advantages, ("running", "batch", "chunk", "off"))
         check_choice("loss_level", self.loss_level, ("token", "sequence"))
         check_choice("old_logprobs", self.old_logprobs, ("recompute", "rollout"))
-        check_choice("importance_correction", self.importance_correction, ("none", "token", "truncated"))
+        check_choice("importance_correction", self.importance_correction, get_args(ImportanceCorrection))
         check_choice("kl_placement", self.kl_placement, ("none", "reward", "loss"))
         check_choice("kl_type", self.kl_type, ("k1", "k2", "k3"))
         check_choice("truncated_responses", self.truncated_responses, ("keep", "mask", "penalize"))
@@ -126,22 +128,7 @@ class PPOConfig:
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        check_number("importance_clip_max", self.importance_clip_max, 0, open_low=True)
-        check_number("importance_clip_min", self.importance_clip_min, 0)
-        require(
-            self.importance_clip_min <= self.importance_clip_max,
-            "importance_clip_min",
-            self.importance_clip_min,
-            f"is above importance_clip_max={self.importance_clip_max}",
-            "set importance_clip_min <= importance_clip_max",
-        )
-        if self.old_logprobs == "rollout" and self.importance_correction != "none":
-            raise reject(
-                "importance_correction",
-                self.importance_correction,
-                "has no effect with old_logprobs=rollout (every weight is 1)",
-                "set importance_correction=none, or old_logprobs=recompute",
-            )
+        self._check_importance()
         if self.kl_placement == "none" and self.kl_coef > 0:
             raise reject(
                 "kl_coef", self.kl_coef, "has no effect with kl_placement=none", "set kl_placement=reward or loss"
@@ -150,6 +137,41 @@ class PPOConfig:
             raise reject(
                 "kl_coef", 0, f"switches kl_placement={self.kl_placement} off", "set kl_coef > 0, or kl_placement=none"
             )
+
+    def _check_importance(self) -> None:
+        if self.importance_clip_max is not None:
+            check_number("importance_clip_max", self.importance_clip_max, 0, open_low=True)
+        if self.importance_clip_min is not None:
+            check_number("importance_clip_min", self.importance_clip_min, 0)
+        if self.old_logprobs == "rollout" and self.importance_correction != "none":
+            raise reject(
+                "importance_correction",
+                self.importance_correction,
+                "has no effect with old_logprobs=rollout (every weight is 1)",
+                "set importance_correction=none, or old_logprobs=recompute",
+            )
+        kind, (low, high) = self.importance_correction, self.importance_bounds
+        if kind in ("none", "token"):
+            for name in ("importance_clip_max", "importance_clip_min"):
+                why = f"has no effect with importance_correction={kind}"
+                require(getattr(self, name) is None, name, getattr(self, name), why, "drop it")
+            return
+        if low > high:
+            why, instead = f"is above importance_clip_max={high}", "set importance_clip_min <= importance_clip_max"
+            raise reject("importance_clip_min", low, why, instead)
+        if kind in ("icepop", "sequence_mask"):
+            example = 0.5 if kind == "icepop" else 0.999
+            why = f"is no lower bound for importance_correction={kind}"
+            require(low > 0, "importance_clip_min", self.importance_clip_min, why, f"set it above 0, e.g. {example}")
+            why = f"would drop what the policy itself sampled (weight 1) with importance_correction={kind}"
+            require(low <= 1, "importance_clip_min", low, why, "set it <= 1")
+            require(high >= 1, "importance_clip_max", high, why, "set it >= 1")
+
+    @property
+    def importance_bounds(self) -> tuple[float, float]:
+        """Lower and upper bound of the importance weights, for the corrections that have bounds."""
+        low, high = self.importance_clip_min, self.importance_clip_max
+        return 0.0 if low is None else low, 2.0 if high is None else high
 
     @property
     def updates_per_step(self) -> int:

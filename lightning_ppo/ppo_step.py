@@ -100,7 +100,7 @@ class PPOStep:
         module = self.module
         self.strategy.begin_step(chunk.ppo_step)
         trainable = module.callback(CriticWarmup).policy_is_trainable(module.trainer, module, chunk.ppo_step)
-        self.state = StepState(chunk.ppo_step, module.policy_version, trainable)
+        self.state = StepState(chunk.ppo_step, module.policy_version, trainable, module.ppo.critic_warmup_steps)
         self.timer.reset()
         self._started_s = time.perf_counter() - chunk.wait_s
         self.normalizer.begin()
@@ -240,9 +240,11 @@ def _policy_metrics(stats: tuple[PolicyStats, ...]) -> dict[str, float]:
         return {}
     metrics = {}
     for name in asdict(stats[0]):
-        if name.startswith("sampler_mismatch"):
+        if name.startswith("sampler_mismatch") or name == "token_mult_prob_error":
             # that of the first update: later ones compare with an older sampler by design
             metrics[f"rollout/{name}"] = float(getattr(stats[0], name))
+        elif name.endswith("_max"):
+            metrics[f"policy/{name}"] = max(float(getattr(entry, name)) for entry in stats)
         else:
             metrics[f"policy/{name}"] = sum(float(getattr(entry, name)) for entry in stats) / len(stats)
     return metrics

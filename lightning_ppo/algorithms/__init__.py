@@ -1,15 +1,9 @@
 """Pure functions on tensors: advantages, whitening, losses, KL, statistics. Imports nothing of the rest."""
 
 from lightning_ppo.algorithms.advantages import estimate_advantages, gae, length_adaptive_lambda
+from lightning_ppo.algorithms.importance import ImportanceWeights, importance_weights
 from lightning_ppo.algorithms.kl import kl_estimate, kl_loss_terms
-from lightning_ppo.algorithms.losses import (
-    PolicyLoss,
-    ValueLoss,
-    aggregate,
-    importance_weights,
-    policy_loss,
-    value_loss,
-)
+from lightning_ppo.algorithms.losses import PolicyLoss, ValueLoss, aggregate, policy_loss, value_loss
 from lightning_ppo.algorithms.masking import masked_mean, masked_sum, zero_masked
 from lightning_ppo.algorithms.rewards import token_rewards
 from lightning_ppo.algorithms.statistics import ExplainedVariance, ratio_or_nan, token_entropy
@@ -25,6 +19,7 @@ from lightning_ppo.algorithms.whitening import (
 __all__ = [
     "EPSILON",
     "ExplainedVariance",
+    "ImportanceWeights",
     "Moments",
     "PolicyLoss",
     "RunningCentre",

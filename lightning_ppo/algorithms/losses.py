@@ -9,7 +9,6 @@ from torch import Tensor
 from lightning_ppo.algorithms.masking import masked_mean, masked_sum, require_same_shape, zero_masked
 
 Level = Literal["token", "sequence"]
-CorrectionKind = Literal["none", "token", "truncated"]
 
 
 @dataclass(frozen=True)
@@ -123,50 +122,6 @@ def policy_loss(
         ratio_sum=masked_sum(ratio.double(), mask),
         approx_kl_sum=-masked_sum(log_ratio.detach().double(), mask),
     )
-
-
-def importance_weights(
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    mask: Tensor,
-    kind: CorrectionKind,
-    *,
-    clip_min: float = 0.0,
-    clip_max: float = 2.0,
-) -> tuple[Tensor | None, Tensor]:
-    """Compute weights exp(old_logprobs - rollout_logprobs) that correct for rollouts from another policy or engine.
-
-    Args:
-        old_logprobs: `[B, T]` under the trainer's policy before the update.
-        rollout_logprobs: `[B, T]` as the engine sampled.
-        mask: `[B, T]` bool.
-        kind: `none`, `token` (the plain weights) or `truncated` (clamped to [clip_min, clip_max]).
-        clip_min: Lower bound of truncated weights.
-        clip_max: Upper bound of truncated weights.
-
-    Returns:
-        The weights `[B, T]` (None for `none`), detached: 1 at masked positions, 0 for a valid token whose weight is not
-        finite. And the number of valid tokens, float64, whose weight was out of bounds: not finite, or for `truncated`
-        outside [clip_min, clip_max] before the clamp.
-
-    Raises:
-        ValueError: unknown `kind`, or the shapes differ.
-
-    Source: Hilton et al. 2021, "Batch size-invariance for policy optimization" (arXiv:2110.00641), the decoupled
-    objective; truncation: Espeholt et al. 2018, "IMPALA" (arXiv:1802.01561), section 4.1 (rho).
-    """
-    require_same_shape(mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
-    if kind not in ("none", "token", "truncated"):
-        raise ValueError(f"kind={kind} is unknown; choose one of none, token, truncated")
-    if kind == "none":
-        return None, torch.zeros((), dtype=torch.float64, device=mask.device)
-    weights = torch.exp(zero_masked(old_logprobs.detach(), mask) - zero_masked(rollout_logprobs.detach(), mask))
-    outside = ~weights.isfinite()
-    usable = zero_masked(weights, ~outside)
-    if kind == "truncated":
-        outside = outside | (usable < clip_min) | (usable > clip_max)
-        usable = zero_masked(usable.clamp(clip_min, clip_max), weights.isfinite())
-    return torch.where(mask, usable, usable.new_ones(())), (outside & mask).sum(dtype=torch.float64)
 
 
 def value_loss(

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_ppo.algorithms import (
+    ImportanceWeights,
     PolicyLoss,
     aggregate,
     apply_whitening,
     importance_weights,
     kl_loss_terms,
+    masked_sum,
     policy_loss,
 )
 from lightning_ppo.batch import TrainRow
@@ -46,8 +47,17 @@ class PolicyStats:
     """KL(sampler || trainer before the update), k3 estimate: how far the engine's log-probs are off."""
     sampler_mismatch_max: float
     """Largest |log-prob of the engine - log-prob of the trainer|."""
+    token_mult_prob_error: float
+    """Mean of exp(|log-prob of the engine - log-prob of the trainer|): 1 when they agree."""
     importance_weight_mean: float
+    """Of the weights as they are used; 1 without correction, as are the next two."""
+    importance_weight_raw_mean: float
+    """Before any bound: shows how far off rollouts are when the bounds hide it."""
+    importance_weight_raw_max: float
     out_of_bounds_fraction: float
+    """Of the tokens whose weight, or whose row's criterion, was outside of the bounds or not finite."""
+    importance_masked_fraction: float
+    """Of the tokens whose weight is 0."""
     num_tokens: int
     num_sequences: int
 
@@ -63,12 +73,6 @@ class PolicyUpdate(SplitUpdate):
     def __init__(self, policy: PolicyModel, *shared: Any) -> None:
         super().__init__("policy", *shared)
         self.policy = policy
-        self._mismatch_max = torch.zeros((), dtype=torch.float64)
-
-    @override
-    def begin(self) -> None:
-        super().begin()
-        self._mismatch_max = torch.zeros((), dtype=torch.float64)
 
     def train_chunk(self, rows: Sequence[TrainRow], plan: ChunkPlan, where: str) -> None:
         """Accumulate the gradients of some rows; rows without a trained token are passed over.
@@ -99,7 +103,8 @@ class PolicyUpdate(SplitUpdate):
             coefficients: Factor of each gradient buffer.
 
         Raises:
-            StepError: no token was trained on any rank, or the gradient is NaN or infinite; nothing was updated.
+            StepError: no token was trained on any rank, every trained token has importance weight 0, or the gradient is
+                NaN or infinite; nothing was updated.
         """
         if not self._has_regularizer:
             # a buffer of the model's size, and its sum over ranks, for nothing but zeros
@@ -108,9 +113,15 @@ class PolicyUpdate(SplitUpdate):
         count = sums["tokens"] if self.config.loss_level == "token" else sums["sequences"]
         if count == 0:
             raise StepError("policy update has no trained token on any rank; nothing was updated")
-        norm = self._step(coefficients, count, self.config.max_grad_norm)
-        mismatch = self._ranks.stack(self._mismatch_max.cpu()).max()
         tokens = sums["tokens"]
+        mismatch_max, raw_weight_max = self._sums.largest(self._ranks, "mismatch", "raw_weight")
+        if sums["zeroed"] == tokens:
+            raise StepError(
+                f"importance_correction={self.config.importance_correction} gave every trained token weight 0 "
+                f"(largest weight before the bounds: {raw_weight_max:.3g}), and nothing was updated; widen "
+                "importance_clip_min and importance_clip_max, or let rollouts be less old"
+            )
+        norm = self._step(coefficients, count, self.config.max_grad_norm)
         return PolicyStats(
             loss=sum(factor * sums[f"loss_{name}"] for name, factor in coefficients.items()) / count,
             grad_norm=norm,
@@ -120,9 +131,13 @@ class PolicyUpdate(SplitUpdate):
             reference_kl=sums["kl"] / tokens,
             entropy=-sums["logprobs"] / tokens,
             sampler_mismatch_kl=sums["mismatch_kl"] / tokens,
-            sampler_mismatch_max=float(mismatch),
+            sampler_mismatch_max=mismatch_max,
+            token_mult_prob_error=sums["mult_prob_error"] / tokens,
             importance_weight_mean=sums["weights"] / tokens,
+            importance_weight_raw_mean=sums["raw_weights"] / tokens,
+            importance_weight_raw_max=raw_weight_max,
             out_of_bounds_fraction=sums["out_of_bounds"] / tokens,
+            importance_masked_fraction=sums["zeroed"] / tokens,
             num_tokens=int(tokens),
             num_sequences=int(sums["sequences"]),
         )
@@ -145,13 +160,9 @@ class PolicyUpdate(SplitUpdate):
         old = logprobs.detach()
         if not config.ratio_is_one:
             old = padded([row.old_logprobs for row in rows if row.old_logprobs is not None])
-        weights, out_of_bounds = importance_weights(
-            old,
-            rollout_logprobs,
-            mask,
-            config.importance_correction,
-            clip_min=config.importance_clip_min,
-            clip_max=config.importance_clip_max,
+        low, high = config.importance_bounds
+        importance = importance_weights(
+            old, rollout_logprobs, mask, config.importance_correction, clip_min=low, clip_max=high
         )
 
         def surrogate(advantages: Tensor) -> PolicyLoss:
@@ -164,7 +175,7 @@ class PolicyUpdate(SplitUpdate):
                 clip_eps_high=config.clip_eps_high,
                 dual_clip=config.dual_clip,
                 level=config.loss_level,
-                weights=weights,
+                weights=importance.weights,
             )
 
         main = surrogate(apply_whitening(advantages, mask, plan.centre, plan.scale))
@@ -177,7 +188,9 @@ class PolicyUpdate(SplitUpdate):
             terms[REGULARIZER] = regularizer
         elif regularizer is not None:
             terms[MAIN] = main.loss + regularizer
-        self._count(terms, logprobs.detach(), old, rollout_logprobs, mask, weights, out_of_bounds)
+        # the engine's log-probs as old ones say nothing about the trainer's
+        trainer = logprobs.detach() if config.old_logprobs == "rollout" else old
+        self._count(terms, logprobs.detach(), trainer, rollout_logprobs, mask, importance)
         return terms
 
     def _regularizer(
@@ -204,22 +217,23 @@ class PolicyUpdate(SplitUpdate):
         self,
         terms: dict[str, Tensor],
         logprobs: Tensor,
-        old: Tensor,
+        trainer: Tensor,
         rollout: Tensor,
         mask: Tensor,
-        weights: Tensor | None,
-        out_of_bounds: Tensor,
+        importance: ImportanceWeights,
     ) -> None:
         # in float32, exp(x) - 1 - x of a tiny x is rounding error of either sign
-        gap = torch.where(mask, old - rollout, torch.zeros_like(old)).double()
-        self._mismatch_max = torch.maximum(self._mismatch_max.to(gap.device), gap.abs().max().double())
-        tokens = mask.sum()
+        gap = torch.where(mask, trainer - rollout, torch.zeros_like(trainer)).double()
+        self._sums.maximum(mismatch=gap.abs().max(), raw_weight=importance.raw_max)
         self._sums.add(
-            tokens=tokens,
+            tokens=mask.sum(),
             sequences=mask.any(1).sum(),
             logprobs=torch.where(mask, logprobs, torch.zeros_like(logprobs)).sum(),
             mismatch_kl=(torch.expm1(gap) - gap).sum(),
-            weights=tokens if weights is None else torch.where(mask, weights, torch.zeros_like(weights)).sum(),
-            out_of_bounds=out_of_bounds,
+            mult_prob_error=masked_sum(gap.abs().exp(), mask),
+            weights=importance.weight_sum,
+            raw_weights=importance.raw_sum,
+            out_of_bounds=importance.out_of_bounds,
+            zeroed=importance.zeroed,
         )
         self._sums.add(**{f"loss_{name}": loss for name, loss in terms.items()})

@@ -16,21 +16,31 @@ from lightning_ppo.residency import Residency
 
 
 class SumMetrics:
-    """Sums over micro-batches, in float64, reduced over ranks once at the close."""
+    """Sums and maxima over micro-batches, in float64, reduced over ranks once at the close."""
 
     def __init__(self) -> None:
         self._sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+        self._maxima: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
 
     def add(self, **values: Tensor) -> None:
         """Add detached scalars; they stay on their device until `reduced`."""
         for name, value in values.items():
             self._sums[name] = self._sums[name].to(value.device) + value.detach().double()
 
+    def maximum(self, **values: Tensor) -> None:
+        """Take in detached scalars >= 0 of which the largest counts; NaN stays NaN."""
+        for name, value in values.items():
+            self._maxima[name] = torch.maximum(self._maxima[name].to(value.device), value.detach().double())
+
     def reduced(self, ranks: Ranks) -> "defaultdict[str, float]":
         """Sum over ranks; unknown names are 0. A collective: ranks without rows take part."""
         totals = torch.stack([self._sums[name].cpu() for name in METRICS])
         ranks.sum_(totals)
         return defaultdict(float, zip(METRICS, totals.tolist(), strict=True))
+
+    def largest(self, ranks: Ranks, *names: str) -> list[float]:
+        """Return maxima over ranks, 0 for what nobody took in. A collective: ranks without rows take part."""
+        return ranks.stack(torch.stack([self._maxima[name].cpu() for name in names])).amax(0).tolist()
 
 
 METRICS = (
@@ -45,8 +55,11 @@ METRICS = (
     "logprobs",
     "kl",
     "mismatch_kl",
+    "mult_prob_error",
     "weights",
+    "raw_weights",
     "out_of_bounds",
+    "zeroed",
 )
 """Fixed, so that every rank reduces the same vector even if it had no rows."""
 

@@ -16,6 +16,8 @@ class StepState:
     ppo_step: int
     policy_version: int
     policy_is_trainable: bool
+    critic_warmup_steps: int
+    """W: the policy versions up to this one have the same weights."""
     rows: list[TrainRow] = field(default_factory=list)
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     """Draws of each chunk, in order: the recorded chunk boundaries."""
@@ -32,25 +34,31 @@ class StepState:
         trajectories = [row.trajectory for row in self.rows]
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         versions = torch.cat([t.policy_versions for t in trajectories] or [torch.zeros(0, dtype=torch.int64)])
-        ages = self.policy_version - versions
-        sums = torch.tensor(
-            [
-                sum(row.trained_tokens for row in self.rows),
-                sum(row.trained_tokens > 0 for row in self.rows),
-                len(trajectories),
-                float(rewards.sum()),
-                float(rewards.square().sum()),
-                len(versions),
-                sum(len(t.prompt_ids) for t in trajectories),
-                sum(t.truncated for t in trajectories),
-                float(ages.sum()),
-            ],
-            dtype=torch.float64,
+        version_ages, warmup = self.policy_version - versions, self.critic_warmup_steps
+        policy_ages = max(0, self.policy_version - warmup) - (versions - warmup).clamp(min=0)
+        sums = {
+            "tokens": sum(row.trained_tokens for row in self.rows),
+            "sequences": sum(row.trained_tokens > 0 for row in self.rows),
+            "rows": len(trajectories),
+            "reward_sum": float(rewards.sum()),
+            "reward_square_sum": float(rewards.square().sum()),
+            "response_tokens": len(versions),
+            "prompt_tokens": sum(len(t.prompt_ids) for t in trajectories),
+            "truncated": sum(t.truncated for t in trajectories),
+            "version_age_sum": int(version_ages.sum()),
+            "policy_age_sum": int(policy_ages.sum()),
+            "trajectory_age_sum": sum(self.policy_version - int(t.policy_versions.min()) for t in trajectories),
+        }
+        pooled = torch.tensor(list(sums.values()), dtype=torch.float64)
+        ranks.sum_(pooled)
+        oldest = [int(ages.max()) if len(ages) else 0 for ages in (version_ages, policy_ages)]
+        version_age_max, policy_age_max = ranks.stack(torch.tensor(oldest, dtype=torch.float64)).amax(0).tolist()
+        return StepTotals(
+            **dict(zip(sums, pooled.tolist(), strict=True)),
+            version_age_max=version_age_max,
+            policy_age_max=policy_age_max,
+            explained_variance=self._fit(ranks),
         )
-        ranks.sum_(sums)
-        oldest = int(ages.max()) if len(ages) else 0
-        staleness_max = ranks.stack(torch.tensor(float(oldest), dtype=torch.float64)).max()
-        return StepTotals(*[*sums.tolist(), float(staleness_max), self._fit(ranks)])
 
     def _fit(self, ranks: Ranks) -> float:
         local = ExplainedVariance()
@@ -80,9 +88,14 @@ class StepTotals:
     response_tokens: float
     prompt_tokens: float
     truncated: float
-    staleness_sum: float
-    """Over response tokens, in policy versions."""
-    staleness_max: float
+    version_age_sum: float
+    """Over response tokens: policy versions between sampling and training, frozen warm-up versions included."""
+    policy_age_sum: float
+    """Over response tokens: policy updates between sampling and training."""
+    trajectory_age_sum: float
+    """Over rows: version age of the row's oldest token."""
+    version_age_max: float
+    policy_age_max: float
     explained_variance: float
     """Of the returns by the values *before* the critic's update, pooled over all trained tokens."""
 
@@ -94,8 +107,11 @@ class StepTotals:
             "rollout/reward_std": max(self.reward_square_sum / self.rows - mean * mean, 0.0) ** 0.5,
             "rollout/response_length": self.response_tokens / self.rows,
             "rollout/truncated_fraction": self.truncated / self.rows,
-            "rollout/staleness": self.staleness_sum / self.response_tokens,
-            "rollout/staleness_max": self.staleness_max,
+            "rollout/version_age_mean": self.version_age_sum / self.response_tokens,
+            "rollout/version_age_max": self.version_age_max,
+            "rollout/policy_age_mean": self.policy_age_sum / self.response_tokens,
+            "rollout/policy_age_max": self.policy_age_max,
+            "rollout/trajectory_age_mean": self.trajectory_age_sum / self.rows,
             "rollout/masked_fraction": 1.0 - self.tokens / self.response_tokens,
             "critic/explained_variance": self.explained_variance,
         }

@@ -416,7 +416,7 @@ def test_lookahead_0_trains_what_this_policy_sampled(make_run, cut):
     run, watch = fit(make_run, 3, rollout=cut(2, 2))
     for step, batch in enumerate(watch.batches):
         assert {int(version) for row in batch.rows for version in row.trajectory.policy_versions} == {step}
-    assert [metrics["rollout/staleness_max"] for metrics in watch.metrics] == [0, 0, 0]
+    assert [metrics["rollout/version_age_max"] for metrics in watch.metrics] == [0, 0, 0]
     policy = run.module.policy.model.state_dict()
     assert run.fake.weights.keys() == policy.keys()
     assert all(torch.equal(tensor, policy[name]) for name, tensor in run.fake.weights.items())
@@ -431,9 +431,9 @@ def test_lookahead_1_is_at_most_one_version_behind(make_run, correction):
         ppo_settings={"importance_correction": correction},
         fake=FakeEngine(length=4),
     )
-    stale = [metrics["rollout/staleness_max"] for metrics in watch.metrics]
+    stale = [metrics["rollout/version_age_max"] for metrics in watch.metrics]
     assert stale == [0, 1, 1]
-    assert all(0 < metrics["rollout/staleness"] <= 1 for metrics in watch.metrics[1:])
+    assert all(0 < metrics["rollout/version_age_mean"] <= 1 for metrics in watch.metrics[1:])
     assert all(metrics["policy/importance_weight_mean"] != 1.0 for metrics in watch.metrics)
 
 
@@ -454,7 +454,7 @@ def test_ready_first_trains_a_late_group_later(make_run):
     assert len(draws) == len(set(draws)) == 20
     (late,) = [step for step, chunk in trained if 0 in chunk]
     assert late >= 1
-    assert watch.metrics[late]["rollout/staleness_max"] >= 1
+    assert watch.metrics[late]["rollout/version_age_max"] >= 1
 
 
 # ---------------------------------------------------------------- metrics
@@ -477,7 +477,12 @@ def test_metrics_of_a_step(make_run, cut):
         "rollout/reward_mean",
         "rollout/reward_std",
         "rollout/response_length",
-        "rollout/staleness",
+        "rollout/policy_age_max",
+        "rollout/policy_age_mean",
+        "rollout/token_mult_prob_error",
+        "rollout/trajectory_age_mean",
+        "rollout/version_age_max",
+        "rollout/version_age_mean",
         "rollout/truncated_fraction",
         "time/wait_s",
         "time/policy_s",

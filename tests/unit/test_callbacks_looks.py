@@ -191,7 +191,8 @@ def test_samples_and_scalars_in_tensorboard(make_run, tmp_path):
     assert [event.step for event in events.Tensors("samples/text_summary")] == [0, 1, 3]
     names = set(events.Tags()["scalars"])
     assert {f"time/{phase}_s" for phase in ("wait", "value", "policy", "critic", "refit", "step", "overhead")} <= names
-    assert {"rollout/reward_mean", "rollout/response_length", "rollout/staleness", "policy/loss", "policy/lr"} <= names
+    assert {"rollout/reward_mean", "rollout/response_length", "rollout/policy_age_mean"} <= names
+    assert {"rollout/token_mult_prob_error", "policy/loss", "policy/lr"} <= names
     assert {"critic/loss", "critic/explained_variance", "throughput/response_tokens_per_s"} <= names
     for name in names - {"epoch"}:
         assert [event.step for event in events.Scalars(name)] == [0, 1, 2, 3], name

@@ -1,7 +1,5 @@
 """Numbers written down by others: the golden rows of the reference systems, and vectors of public test suites."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,7 +7,6 @@ from lightning_ppo.algorithms import (
     aggregate,
     estimate_advantages,
     gae,
-    importance_weights,
     masked_mean,
     policy_loss,
     token_entropy,
@@ -84,40 +81,6 @@ def test_dual_clipped_loss():
     got = policy_loss(ratio.log(), torch.zeros_like(ratio), advantage, full(ratio), clip_eps=0.2, dual_clip=3.0)
     assert got.loss.item() / 3 == pytest.approx(4.1667, abs=5e-5)
     assert got.clipped_tokens.item() == 1
-
-
-def test_truncated_importance_sampling():
-    """Max .8, prev - gen = -.5, .5, -.2: w = .6065, .8, .8, mean loss -0.4744."""
-    old = torch.zeros_like(RATIO)
-    weights, outside = importance_weights(old, f64([0.5, -0.5, 0.2]), full(old), "truncated", clip_max=0.8)
-    torch.testing.assert_close(weights, f64([0.6065, 0.8, 0.8]), rtol=0, atol=5e-5)
-    assert outside.item() == 2
-    got = policy_loss(RATIO.log(), old, ADVANTAGE, full(old), clip_eps=0.2, weights=weights)
-    assert got.loss.item() / 3 == pytest.approx(-0.4744, abs=5e-5)
-
-
-@pytest.mark.parametrize(
-    ("raw", "clip_min", "expected", "out_of_bounds"),
-    [
-        ([1.0, 3.0, 0.5], 0.0, [1.0, 2.0, 0.5], 1 / 3),
-        ([0.1, 1.0, 3.0], 0.0, [0.1, 1.0, 2.0], 1 / 3),
-        ([0.1, 1.0, 3.0], 0.5, [0.5, 1.0, 2.0], 2 / 3),
-    ],
-)
-def test_out_of_bounds_fraction(raw, clip_min, expected, out_of_bounds):
-    """w = 1, 3, .5 with max 2; w = .1, 1, 3 with min none and min .5."""
-    old = f64(raw).log()
-    weights, outside = importance_weights(
-        old, torch.zeros_like(old), full(old), "truncated", clip_min=clip_min, clip_max=2.0
-    )
-    torch.testing.assert_close(weights, f64(expected))
-    assert outside.item() / 3 == pytest.approx(out_of_bounds)
-
-
-def test_minus_infinity_from_the_engine_leaves_a_finite_loss():
-    old = torch.zeros_like(RATIO)
-    weights, _ = importance_weights(old, f64([-math.inf, 0.0, 0.0]), full(old), "truncated")
-    assert policy_loss(RATIO.log(), old, ADVANTAGE, full(old), clip_eps=0.2, weights=weights).loss.isfinite()
 
 
 def test_zero_mask():

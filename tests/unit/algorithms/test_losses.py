@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_ppo.algorithms import aggregate, importance_weights, kl_loss_terms, policy_loss, value_loss
+from lightning_ppo.algorithms import aggregate, kl_loss_terms, policy_loss, value_loss
 
 QUICK = settings(max_examples=60, deadline=None, database=None)
 LEVELS = ["token", "sequence"]
@@ -109,9 +109,8 @@ def test_masked_positions_change_nothing(poison, level):
         )
         critic = value_loss(value_leaf, tensors[6], tensors[5], mask, clip_eps=0.2)
         (policy.loss + critic.loss).backward()
-        correction, outside = importance_weights(tensors[0], tensors[1], mask, "truncated", clip_max=1.2)
         sums = [policy.loss, policy.clipped_tokens, policy.ratio_sum, policy.approx_kl_sum]
-        return [*sums, critic.loss, critic.clipped_tokens, new_leaf.grad, value_leaf.grad, correction, outside]
+        return [*sums, critic.loss, critic.clipped_tokens, new_leaf.grad, value_leaf.grad]
 
     for clean, dirty in zip(run(0.0), run(poison), strict=True):
         assert torch.equal(clean, dirty)
@@ -217,9 +216,7 @@ def test_only_the_policy_and_the_critic_get_gradients():
     new = f64(0.0, 0.3).requires_grad_()
     policy_loss(new, leaves[0], leaves[1], mask, clip_eps=0.2, weights=leaves[2]).loss.backward()
     value_loss(new, leaves[3], leaves[1], mask, clip_eps=0.05).loss.backward()
-    weights, _ = importance_weights(new, leaves[0], mask, "token")
     assert all(leaf.grad is None for leaf in leaves)
-    assert not weights.requires_grad
 
 
 def test_value_loss_properties():
@@ -255,7 +252,6 @@ def test_inputs_are_not_modified():
     before = [x.clone() for x in tensors]
     policy_loss(new, old, advantages, mask, clip_eps=0.2, dual_clip=2.0, weights=values.abs(), level="sequence")
     value_loss(values, old, returns, mask, clip_eps=0.2)
-    importance_weights(new, old, mask, "truncated")
     assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
@@ -265,7 +261,5 @@ def test_wrong_shapes_are_errors():
         policy_loss(x, x, x[:, :1], mask, clip_eps=0.2)
     with pytest.raises(ValueError, match=r"^weights\.shape=\(2, 1\)"):
         policy_loss(x, x, x, mask, clip_eps=0.2, weights=x[:, :1])
-    with pytest.raises(ValueError, match=r"^rollout_logprobs\.shape=\(3,\)"):
-        importance_weights(x, x[0], mask, "token")
     with pytest.raises(ValueError, match=r"^per_token\.shape=\(3,\)"):
         aggregate(x[0], mask, "token")

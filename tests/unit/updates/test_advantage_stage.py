@@ -182,6 +182,22 @@ def test_old_logprobs_of_the_engine_are_passed_on(kit):
     assert all(torch.equal(row.old_logprobs, row.trajectory.rollout_logprobs) for row in rows)
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_old_logprobs_of_the_engine_leave_the_kl_to_the_trainer(kit, epochs):
+    """KL in the reward compares policy and reference; what the engine reported has no place in it."""
+    settings = {"kl_placement": "reward", "kl_coef": 0.3, "ppo_epochs": epochs, "normalize_advantages": "batch"}
+    recomputed, reported = (
+        _stage(kit, reference=kit.tiny_policy(initializer_range=0.1), old_logprobs=old, **settings).run(
+            _chunk(_trajectories(kit))
+        )
+        for old in ("recompute", "rollout")
+    )
+    for one, other in zip(recomputed, reported, strict=True):
+        assert torch.equal(one.returns, other.returns)
+        assert torch.equal(other.old_logprobs, other.trajectory.rollout_logprobs)
+        assert (one.old_logprobs is None) == (epochs == 1)
+
+
 def test_turns_on_the_device(kit):
     """Values first, since the critic was made resident while the chunk was awaited; no pass without need."""
     plain = _stage(kit)

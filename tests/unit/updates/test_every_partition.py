@@ -5,12 +5,23 @@ import dataclasses
 import pytest
 import torch
 
+from lightning_ppo.models.micro_batch import collate
+
 BARE = {"normalize_advantages": "off"}
 RUNNING = {"normalize_advantages": "running"}
 BATCH = {"normalize_advantages": "batch"}
 SEQUENCE = {"loss_level": "sequence"}
-TOKEN_WEIGHTS = {"importance_correction": "token"}
-TRUNCATED_WEIGHTS = {"importance_correction": "truncated", "importance_clip_max": 1.2, "importance_clip_min": 0.5}
+WEIGHTS = {
+    kind: {"importance_correction": kind} | ({"importance_clip_min": low, "importance_clip_max": high} if low else {})
+    for kind, low, high in (
+        ("token", None, None),
+        ("truncated", 0.9, 1.1),
+        ("sequence", 0.9, 1.1),
+        ("icepop", 0.9, 1.1),
+        ("sequence_mask", 0.9, 1.1),
+    )
+}
+TOKEN_WEIGHTS, TRUNCATED_WEIGHTS = WEIGHTS["token"], WEIGHTS["truncated"]
 REGULARIZED = {"kl_placement": "loss", "kl_coef": 0.3, "entropy_coef": 0.2}
 
 SETTINGS = {
@@ -24,16 +35,26 @@ SETTINGS = {
     "batch, sequence": BATCH | SEQUENCE,
     "batch, token weights": BATCH | TOKEN_WEIGHTS,
     "batch, sequence, truncated weights, k3": BATCH | SEQUENCE | TRUNCATED_WEIGHTS | REGULARIZED,
+    **{
+        f"{mode}, {level}, {kind} weights": {"normalize_advantages": mode, "loss_level": level} | WEIGHTS[kind]
+        for kind, level in (("sequence", "token"), ("icepop", "sequence"), ("sequence_mask", "sequence"))
+        for mode in ("off", "running", "batch")
+    },
 }
 
 
-def _with_mild_rollout_logprobs(rows):
-    """Log-probs of an engine that is a little off, so that some weights are truncated and others are not."""
+@torch.no_grad()
+def _with_mild_rollout_logprobs(policy, rows):
+    """Log-probs of an engine that is a little off, so that some weights are out of bounds and others are not."""
+    generator = torch.Generator().manual_seed(3)
     changed = []
-    for row in rows:
+    for index, row in enumerate(rows):
         t = row.trajectory
-        near = -torch.log(torch.tensor(11.0, dtype=row.advantages.dtype)) + 0.4 * t.rollout_logprobs / 3
-        rollout = torch.where(t.response_mask, near, 0.0).to(row.advantages.dtype)
+        logprobs = policy(collate([t], [0], torch.device("cpu")))[0][0]
+        gap = (
+            0.2 * torch.randn(len(logprobs), generator=generator, dtype=torch.float64) + (0.03, 0.3, 0.0, -0.05)[index]
+        )
+        rollout = torch.where(t.response_mask, logprobs - gap, 0.0).to(row.advantages.dtype)
         changed.append(dataclasses.replace(row, trajectory=dataclasses.replace(t, rollout_logprobs=rollout)))
     return changed
 
@@ -44,12 +65,23 @@ def _with_mild_rollout_logprobs(rows):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_policy_gradient_is_that_of_the_whole_step(kit, name, dtype, bound):
     policy = kit.tiny_policy(dtype)
-    rows = _with_mild_rollout_logprobs(kit.random_rows(4, seed=5, dtype=dtype, masked=(2,)))
+    rows = _with_mild_rollout_logprobs(policy, kit.random_rows(4, seed=5, dtype=dtype, masked=(2,)))
     rig = kit.Rig(policy, kit.config(**SETTINGS[name], micro_batch_tokens=30), centre=0.45)
     whole = rig.gradient([rows])
     errors = [kit.relative_error(rig.gradient(chunks), whole) for chunks in kit.partitions(rows)]
     assert len(errors) == 15
     assert max(errors) <= bound
+
+
+@pytest.mark.parametrize("kind", ["truncated", "sequence", "icepop", "sequence_mask"])
+def test_the_bounds_bite(kit, kind):
+    """Some tokens of those rows are outside of the bounds and others are not, or nothing would be tested above."""
+    policy = kit.tiny_policy()
+    rows = _with_mild_rollout_logprobs(policy, kit.random_rows(4, seed=5, masked=(2,)))
+    stats = kit.Rig(policy, kit.config(**WEIGHTS[kind])).step([rows])
+    assert 0 < stats.out_of_bounds_fraction < 1
+    masks = kind in ("icepop", "sequence_mask")
+    assert stats.importance_masked_fraction == (stats.out_of_bounds_fraction if masks else 0.0)
 
 
 def test_the_order_of_the_chunks_does_not_matter(kit):
@@ -89,10 +121,12 @@ def test_random_ragged_batches(kit, seed, mode):
 
 
 @pytest.mark.parametrize("mode", ["off", "running", "batch"])
-def test_statistics_do_not_depend_on_the_chunks(kit, mode):
-    rows = kit.random_rows(4, seed=7, masked=(1,))
-    settings = kit.config(normalize_advantages=mode, entropy_coef=0.1, importance_correction="token")
-    rig = kit.Rig(kit.tiny_policy(), settings, centre=0.2)
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_statistics_do_not_depend_on_the_chunks(kit, mode, kind):
+    policy = kit.tiny_policy()
+    rows = _with_mild_rollout_logprobs(policy, kit.random_rows(4, seed=5, masked=(2,)))
+    settings = kit.config(normalize_advantages=mode, entropy_coef=0.1, **WEIGHTS[kind])
+    rig = kit.Rig(policy, settings, centre=0.2)
     whole = dataclasses.asdict(rig.step([rows]))
     for chunks in kit.partitions(rows):
         streamed = dataclasses.asdict(rig.step(chunks))

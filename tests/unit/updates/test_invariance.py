@@ -7,6 +7,13 @@ import torch
 
 from lightning_ppo.models import micro_batch
 
+WEIGHTS = {
+    "token": {},
+    "truncated": {"importance_clip_max": 0.9},
+    "sequence": {"importance_clip_max": 0.9},
+    "icepop": {"importance_clip_min": 0.3},
+    "sequence_mask": {"importance_clip_min": 0.5},
+}
 FULL = {"entropy_coef": 0.1, "importance_correction": "token", "kl_placement": "loss", "kl_coef": 0.2}
 
 
@@ -59,11 +66,35 @@ def test_tokens_after_the_last_trained_one(kit, kind):
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
 def test_what_stands_at_masked_positions(kit, kind, poison):
     """Selection, not multiplication: NaN times 0 would be NaN (SkyRL 1635, AReaL 1346, verl 4120)."""
     rows = kit.random_rows(5, seed=44, masked=(1,))
     model = kit.tiny_policy() if kind == "policy" else kit.tiny_critic()
+    poisoned = _poisoned(rows, poison)
+    for mode in ("running", "batch", "chunk", "off"):
+        rig = kit.Rig(model, kit.config(normalize_advantages=mode, value_clip_eps=0.1, **FULL))
+        clean = dataclasses.asdict(rig.step([rows[:2], rows[2:]]))
+        stats = dataclasses.asdict(rig.step([poisoned[:2], poisoned[2:]]))
+        assert torch.equal(rig.gradients[1], rig.gradients[0])
+        assert stats == clean
+
+
+@pytest.mark.parametrize("correction", WEIGHTS)
+@pytest.mark.parametrize("poison", [float("nan"), -float("inf")])
+def test_logprobs_of_the_engine_at_masked_positions(kit, correction, poison):
+    """Nor does it matter to any importance weight, with one update or several."""
+    rows = kit.random_rows(5, seed=44, masked=(1,))
+    poisoned = _poisoned(rows, poison)
+    for epochs in (1, 2):
+        settings = kit.config(ppo_epochs=epochs, importance_correction=correction, **WEIGHTS[correction])
+        rig = kit.Rig(kit.tiny_policy(), settings)
+        clean, stats = (dataclasses.asdict(rig.step([share])) for share in (rows, poisoned))
+        assert torch.equal(rig.gradients[1], rig.gradients[0])
+        assert stats == clean
+
+
+def _poisoned(rows, poison):
     poisoned = []
     for row in rows:
         fields = {
@@ -73,12 +104,7 @@ def test_what_stands_at_masked_positions(kit, kind, poison):
         t = row.trajectory
         t = dataclasses.replace(t, rollout_logprobs=torch.where(row.mask, t.rollout_logprobs, poison))
         poisoned.append(dataclasses.replace(row, trajectory=t, **fields))
-    for mode in ("running", "batch", "chunk", "off"):
-        rig = kit.Rig(model, kit.config(normalize_advantages=mode, value_clip_eps=0.1, **FULL))
-        clean = dataclasses.asdict(rig.step([rows[:2], rows[2:]]))
-        stats = dataclasses.asdict(rig.step([poisoned[:2], poisoned[2:]]))
-        assert torch.equal(rig.gradients[1], rig.gradients[0])
-        assert stats == clean
+    return poisoned
 
 
 @pytest.mark.parametrize("kind", ["policy", "critic"])
@@ -90,11 +116,12 @@ def test_a_masked_row_is_not_there(kit, kind):
 
 
 @pytest.mark.parametrize("mode", ["running", "batch", "off"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_two_ranks_make_the_step_of_one(kit, mode, level):
+@pytest.mark.parametrize(("level", "correction"), [("token", "token"), *(("sequence", kind) for kind in WEIGHTS)])
+def test_two_ranks_make_the_step_of_one(kit, mode, level, correction):
     """Shares of very unequal length: the count is global, nothing is averaged over ranks (prime-rl 2562, 816)."""
     rows = sorted(kit.random_rows(8, seed=46, masked=(5,)), key=lambda row: int(row.mask.sum()))
-    settings = kit.config(normalize_advantages=mode, loss_level=level, micro_batch_tokens=12, **FULL)
+    weights = {"importance_correction": correction, **WEIGHTS[correction]}
+    settings = kit.config(normalize_advantages=mode, loss_level=level, micro_batch_tokens=12, **FULL | weights)
     single = kit.Rig(kit.tiny_policy(), settings, centre=0.3)
     wanted = dataclasses.asdict(single.step([rows]))
     # made here, since the seed is shared by all threads

@@ -32,7 +32,7 @@ def _whole_batch(kit, policy, rows, cfg, centre):
     a, rollout, ref, old = (padded[name][:, 1:] for name in ("a", "rollout", "ref", "old"))
 
     valid = a[mask]
-    if cfg.normalize_advantages == "batch":
+    if cfg.normalize_advantages in ("batch", "chunk"):
         a = (a - valid.mean()) / torch.sqrt(valid.var() + 1e-8)
     elif cfg.normalize_advantages == "running":
         a = (a - centre) / torch.sqrt(((valid - centre) ** 2).sum() / (len(valid) - 1) + 1e-8)
@@ -41,10 +41,18 @@ def _whole_batch(kit, policy, rows, cfg, centre):
     loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - cfg.clip_eps, 1 + (cfg.clip_eps_high or cfg.clip_eps)))
     if cfg.dual_clip:
         loss = torch.where(a < 0, torch.minimum(loss, -a * cfg.dual_clip), loss)
-    weight = torch.exp(before - rollout).detach()
-    if cfg.importance_correction == "truncated":
-        weight = weight.clamp(cfg.importance_clip_min, cfg.importance_clip_max)
     if cfg.importance_correction != "none":
+        gap = (before - rollout).detach()
+        weight, low, high = gap.exp(), cfg.importance_clip_min, cfg.importance_clip_max
+        for i in mask.any(1).nonzero()[:, 0].tolist():
+            kept, mean = mask[i], float(gap[i][mask[i]].mean().exp())
+            if cfg.importance_correction in ("truncated", "sequence"):
+                raw = weight[i] if cfg.importance_correction == "truncated" else torch.full_like(weight[i], mean)
+                weight[i] = raw.clamp(low, high)
+            elif cfg.importance_correction == "icepop":
+                weight[i, kept & ((weight[i] < low) | (weight[i] > high))] = 0.0
+            elif cfg.importance_correction == "sequence_mask" and not low <= mean <= high:
+                weight[i] = 0.0
         loss = loss * weight
     if cfg.kl_coef:
         d = ref - logprob
@@ -74,6 +82,18 @@ CASES = {
         "kl_type": "k3", "entropy_coef": 0.3, "importance_correction": "truncated", "importance_clip_max": 1.1,
         "importance_clip_min": 0.4,
     },
+    "running, sequence weights": {
+        "normalize_advantages": "running", "importance_correction": "sequence", "importance_clip_max": 0.35,
+        "importance_clip_min": 0.15,
+    },
+    "batch, icepop": {
+        "normalize_advantages": "batch", "importance_correction": "icepop", "importance_clip_max": 1.5,
+        "importance_clip_min": 0.4, "entropy_coef": 0.3,
+    },
+    "batch, sequence, sequence mask": {
+        "normalize_advantages": "batch", "loss_level": "sequence", "importance_correction": "sequence_mask",
+        "importance_clip_max": 1.2, "importance_clip_min": 0.15,
+    },
 }  # fmt: skip
 
 
@@ -85,6 +105,7 @@ def test_streamed_policy_gradient_is_the_textbook_one(kit, name, temperature):
     rig = kit.Rig(policy, kit.config(**CASES[name]), centre=0.45)
     exact, mean = _whole_batch(kit, policy, rows, rig.config, 0.45)
     stats = rig.step([[row] for row in rows])
+    assert (0 < stats.out_of_bounds_fraction < 1) == (rig.config.importance_clip_max is not None)
     assert kit.relative_error(rig.gradients[-1], exact) <= 1e-12
     # the logged loss leaves no term out
     assert stats.loss == pytest.approx(mean, rel=1e-10)
@@ -92,21 +113,62 @@ def test_streamed_policy_gradient_is_the_textbook_one(kit, name, temperature):
     assert kit.relative_error(rig.gradient([rows]), exact) <= 1e-12
 
 
+def _old_logprobs_of_the_engine(rows):
+    return [dataclasses.replace(row, old_logprobs=row.trajectory.rollout_logprobs) for row in rows]
+
+
 @pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_full_batch_with_a_ratio(kit, old_logprobs, level):
+@pytest.mark.parametrize("mode", ["running", "batch", "chunk", "off"])
+@pytest.mark.parametrize(("level", "epochs"), [("token", 1), ("token", 2), ("sequence", 2)])
+def test_full_batch_with_a_ratio(kit, old_logprobs, mode, level, epochs):
     """Several epochs, or the engine's log-probs below the ratio: clips on both sides and the dual clip are active."""
     rows = kit.random_rows(6, seed=22, masked=(3,))
     if old_logprobs == "rollout":
-        rows = [dataclasses.replace(row, old_logprobs=row.trajectory.rollout_logprobs) for row in rows]
+        rows = _old_logprobs_of_the_engine(rows)
     policy = kit.tiny_policy()
     settings = kit.config(
-        normalize_advantages="batch", old_logprobs=old_logprobs, ppo_epochs=2, loss_level=level, clip_eps_high=0.3,
+        normalize_advantages=mode, old_logprobs=old_logprobs, ppo_epochs=epochs, loss_level=level, clip_eps_high=0.3,
         dual_clip=1.5,
     )  # fmt: skip
-    rig = kit.Rig(policy, settings)
-    exact, mean = _whole_batch(kit, policy, rows, settings, 0.0)
+    rig = kit.Rig(policy, settings, centre=0.2)
+    exact, mean = _whole_batch(kit, policy, rows, settings, 0.2)
     stats = rig.step([rows])
+    assert (0 < stats.clip_fraction < 1) == (not settings.ratio_is_one)
+    assert kit.relative_error(rig.gradients[-1], exact) <= 1e-12
+    assert stats.loss == pytest.approx(mean, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["token", "truncated", "sequence", "icepop", "sequence_mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_recomputed_old_logprobs_with_every_correction(kit, kind, level):
+    """Several epochs: the ratio is to the old policy, the weight corrects the old policy against the engine."""
+    rows = kit.random_rows(6, seed=22, masked=(3,))
+    bounds = {} if kind == "token" else {"importance_clip_min": 0.4, "importance_clip_max": 1.5}
+    settings = kit.config(
+        normalize_advantages="batch",
+        ppo_epochs=2,
+        loss_level=level,
+        dual_clip=1.5,
+        importance_correction=kind,
+        **bounds,
+    )
+    rig = kit.Rig(kit.tiny_policy(), settings)
+    exact, mean = _whole_batch(kit, rig.model, rows, settings, 0.0)
+    stats = rig.step([rows])
+    assert 0 < stats.clip_fraction < 1
+    assert (0 < stats.out_of_bounds_fraction < 1) == bool(bounds)
+    assert kit.relative_error(rig.gradients[-1], exact) <= 1e-12
+    assert stats.loss == pytest.approx(mean, rel=1e-10)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_old_logprobs_of_the_engine_in_a_streamed_step(kit, level):
+    """With `off` nothing but the counts is left to the close, so that a ratio does no harm."""
+    rows = _old_logprobs_of_the_engine(kit.random_rows(6, seed=22, masked=(3,)))
+    settings = kit.config(normalize_advantages="off", old_logprobs="rollout", loss_level=level, dual_clip=1.5)
+    rig = kit.Rig(kit.tiny_policy(), settings)
+    exact, mean = _whole_batch(kit, rig.model, rows, settings, 0.0)
+    stats = rig.step([rows[:1], rows[1:4], rows[4:]])
     assert 0 < stats.clip_fraction < 1
     assert kit.relative_error(rig.gradients[-1], exact) <= 1e-12
     assert stats.loss == pytest.approx(mean, rel=1e-10)

@@ -23,7 +23,7 @@ def _rows(kit):
 
 
 def _state(rows, *draws):
-    state = StepState(ppo_step=4, policy_version=5, policy_is_trainable=True)
+    state = StepState(ppo_step=4, policy_version=5, policy_is_trainable=True, critic_warmup_steps=0)
     for index, draw in enumerate(draws):
         share = rows[index :: len(draws)]
         chunk = Chunk(4, index, tuple(r.trajectory for r in share), draw, 1, 2, wait_s=0.0, generation_s=(2.0 - index,))
@@ -41,8 +41,10 @@ def test_totals_of_one_rank(kit):
     lags = [index % 3 for index in range(6)]
     assert totals.tokens == sum(int(row.mask.sum()) for row in rows)
     assert (totals.rows, totals.sequences, totals.truncated) == (6, 5, 1)
-    assert totals.staleness_max == 2
-    assert totals.staleness_sum == sum(lag * length for lag, length in zip(lags, lengths, strict=True))
+    assert totals.version_age_max == totals.policy_age_max == 2
+    assert totals.version_age_sum == sum(lag * length for lag, length in zip(lags, lengths, strict=True))
+    assert totals.policy_age_sum == totals.version_age_sum
+    assert totals.trajectory_age_sum == sum(lags)
     metrics = totals.metrics()
     rewards = torch.tensor([row.trajectory.reward for row in rows], dtype=torch.float64)
     assert metrics["rollout/reward_mean"] == pytest.approx(float(rewards.mean()))
@@ -52,6 +54,55 @@ def test_totals_of_one_rank(kit):
     valid = {name: torch.cat([getattr(r, name)[r.mask] for r in rows]) for name in ("values", "returns")}
     error = (valid["returns"] - valid["values"]).var(correction=0) / valid["returns"].var(correction=0)
     assert metrics["critic/explained_variance"] == pytest.approx(1 - float(error))
+
+
+def _with_versions(row, *versions):
+    """The row with a response of as many tokens as versions, all trained."""
+    count = len(versions)
+    t = dataclasses.replace(
+        row.trajectory,
+        response_ids=torch.full((count,), 3),
+        response_mask=torch.ones(count, dtype=torch.bool),
+        rollout_logprobs=torch.zeros(count),
+        policy_versions=torch.tensor(versions),
+    )
+    fields = {name: torch.zeros(count) for name in ("values", "advantages", "returns")}
+    return dataclasses.replace(row, trajectory=t, mask=t.response_mask, **fields)
+
+
+@pytest.mark.parametrize(
+    ("version", "warmup", "policy_ages"),
+    [
+        (5, 0, [0, 1, 1, 3, 3, 3]),
+        # versions 0 to 3 have the same weights: what 2 sampled is as good as what 3 did
+        (5, 3, [0, 1, 1, 2, 2, 2]),
+        (5, 5, [0] * 6),
+        (5, 9, [0] * 6),
+    ],
+)
+def test_ages(kit, version, warmup, policy_ages):
+    """Versions 4, 4, 5 in one row (weights changed in mid-sequence), 2 in another: 3.2 of the reference, A = 3."""
+    first, second = kit.random_rows(2, seed=83)
+    state = StepState(4, version, policy_is_trainable=True, critic_warmup_steps=warmup)
+    rows = (_with_versions(first, 4, 4, 5), _with_versions(second, 2, 2, 2))
+    state.add(Chunk(4, 0, tuple(r.trajectory for r in rows), (0, 1), 2, 2, wait_s=0.0, generation_s=(1.0, 1.0)), rows)
+    metrics = state.totals(Ranks.single()).metrics()
+    assert metrics["rollout/version_age_mean"] == pytest.approx((0 + 1 + 1 + 3 + 3 + 3) / 6)
+    assert metrics["rollout/version_age_max"] == 3
+    assert metrics["rollout/policy_age_mean"] == pytest.approx(sum(policy_ages) / 6)
+    assert metrics["rollout/policy_age_max"] == max(policy_ages)
+    assert metrics["rollout/trajectory_age_mean"] == pytest.approx((1 + 3) / 2)
+
+
+def test_banked_rollouts_of_the_warm_up_table(kit):
+    """W = 4, A = 1, lead 4: rollouts of version 0 at their last step, 4, and of version 4 at step 5 (the frontier)."""
+    (row,) = kit.random_rows(1, seed=84)
+    for version, sampled, version_age, policy_age in ((4, 0, 4, 0), (5, 1, 4, 1), (5, 4, 1, 1), (3, 0, 3, 0)):
+        state = StepState(version, version, policy_is_trainable=True, critic_warmup_steps=4)
+        rows = (_with_versions(row, sampled),)
+        state.add(Chunk(version, 0, (rows[0].trajectory,), (0,), 1, 1, wait_s=0.0, generation_s=(1.0,)), rows)
+        metrics = state.totals(Ranks.single()).metrics()
+        assert (metrics["rollout/version_age_max"], metrics["rollout/policy_age_max"]) == (version_age, policy_age)
 
 
 @pytest.mark.parametrize("first", [0, 1, 5])
