@@ -80,6 +80,16 @@ class PromptGroup:
     generation_s: float
     """Seconds from dispatch to commit."""
 
+    @cached_property
+    def oldest_version(self) -> int:
+        """The lowest policy version that any generated token was sampled with; `start_version` if there is no token.
+
+        Responses kept from before a restart are older than `start_version`; responses that went on through weight
+        updates are newer. Tokens that an environment inserted have no version.
+        """
+        sampled = [row.policy_versions[row.response_mask] for row in self.trajectories]
+        return min((int(versions.min()) for versions in sampled if len(versions)), default=self.start_version)
+
 
 @dataclass(frozen=True)
 class Chunk:

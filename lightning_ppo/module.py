@@ -186,7 +186,8 @@ class PPOModule(L.LightningModule):
             self.reference.temperature = rollouts.rollout.temperature
         self._context = context or 2**16
         self.streaming_strategy.add_closer(rollouts.close)
-        rollouts.prepare(self.tokenizer, self._context, self.policy.model.config.vocab_size)
+        vocabulary = self.policy.model.config.vocab_size
+        rollouts.prepare(self.tokenizer, self._context, vocabulary, self.ppo.critic_warmup_steps)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -219,7 +220,9 @@ class PPOModule(L.LightningModule):
 
     def _start_engine(self) -> None:
         config_json = self.policy.model.config.to_json_string(use_diff=False)
-        self.rollouts.start_engine(PolicySpec(config_json, self._context), self.export_policy(), self.policy_version)
+        spec = PolicySpec(config_json, self._context)
+        if self.rollouts.start_engine(spec, self.export_policy(), self.policy_version):
+            self.callback(WeightRefit).verify(self, self.policy_version)
 
     # ------------------------------------------------------------------ training
 
@@ -275,7 +278,7 @@ class PPOModule(L.LightningModule):
         checkpoint[KEY] = {
             "ppo_step": steps,
             "policy_version": self.policy_version,
-            "prompts": self.rollouts.position(),
+            "prompts": self.rollouts.position(steps),
             **architectures(self.policy.model, self.critic.model, self.tokenizer),
         }
         if self._step is not None:

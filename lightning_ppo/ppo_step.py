@@ -65,6 +65,9 @@ class PPOStep:
         module, trainer = self.module, self.module.trainer
         self.timer.add("wait", chunk.wait_s)
         call_hooks(trainer, ChunkReady(chunk))
+        if chunk.index == 0 and self._is_colocated:
+            with self.timer.phase("sleep"):
+                module.rollouts.sleep()
         rows = self.stage.run(chunk)
         state.add(chunk, rows)
         is_only_chunk = chunk.is_closing and chunk.index == 0
@@ -136,16 +139,32 @@ class PPOStep:
                 policy_stats = self._update_policy(batch, plan)
             call_hooks(trainer, PolicyUpdateEnd(state.ppo_step, policy_stats))
         module.policy_version += 1
-        with self.timer.phase("refit"):
-            module.callback(WeightRefit).refit(
-                trainer, module, module.policy_version, weights_changed=state.policy_is_trainable
-            )
+        if not self._is_colocated:
+            self._refit(state)
         strategy.residency.acquire("critic")
         with self.timer.phase("critic"):
             critic_stats = module.callback(CriticEpochs).train(trainer, module, batch)
         if critic_stats:
             module.step_scheduler("critic")
+        if self._is_colocated:
+            # the policy's weights are sent from the device, which then belongs to the engine
+            strategy.residency.acquire("policy")
+            with self.timer.phase("wake"):
+                module.rollouts.wake()
+            self._refit(state)
+            strategy.residency.release()
         return self._complete(state, batch, totals, policy_stats, critic_stats)
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self.module.rollouts.rollout.colocated
+
+    def _refit(self, state: StepState) -> None:
+        module = self.module
+        with self.timer.phase("refit"):
+            module.callback(WeightRefit).refit(
+                module.trainer, module, module.policy_version, weights_changed=state.policy_is_trainable
+            )
 
     def _update_policy(self, batch: StepBatch, plan: ChunkPlan) -> tuple[PolicyStats, ...]:
         module, update = self.module, self.policy_update
@@ -174,8 +193,7 @@ class PPOStep:
         module, trainer = self.module, self.module.trainer
         advantages = self.normalizer.moments
         self.normalizer.commit()
-        module.rollouts.release([draw for chunk in state.chunks for draw in chunk])
-        module.rollouts.record_chunks(state.ppo_step, state.chunks)
+        module.rollouts.release(state.ppo_step, [chunk for chunk in state.chunks if chunk])
         completed = state.ppo_step + 1
         module.policy.completed_steps.fill_(completed)
         module.critic.completed_steps.fill_(completed)

@@ -1,4 +1,4 @@
-"""WeightRefit: brings new policy weights, or just a new version number, to the generators."""
+"""WeightRefit: brings new policy weights, or just a new version number, to the generators, and has it proved."""
 
 import time
 from typing import TYPE_CHECKING
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import lightning as L
 
 from lightning_ppo.hooks import BeforeRefit, PPOCallback, RefitEnd, call_hooks
+from lightning_ppo.models.scoring import response_logprobs
+from lightning_ppo.rollout.fingerprint import check_fingerprint, probe_request, probe_rows
 
 if TYPE_CHECKING:
     from lightning_ppo.module import PPOModule
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 class WeightRefit(PPOCallback):
     """Refits the generators after every policy update; rollouts of the next step then start on the new weights.
 
-    It runs before the critic's epochs, so that generation overlaps them. In critic warm-up only the number is sent.
+    It runs before the critic's epochs, so that generation overlaps them (colocated: after them). In critic warm-up only
+    the number is sent.
     """
 
     def refit(self, trainer: L.Trainer, pl_module: "PPOModule", policy_version: int, *, weights_changed: bool) -> None:
@@ -30,4 +33,31 @@ class WeightRefit(PPOCallback):
         start = time.perf_counter()
         weights = pl_module.export_policy() if weights_changed else ()
         pl_module.rollouts.refit(weights, policy_version)
+        self.verify(pl_module, policy_version)
         call_hooks(trainer, RefitEnd(policy_version, time.perf_counter() - start))
+
+    def verify(self, pl_module: "PPOModule", policy_version: int) -> float:
+        """Have every replica answer a probe, and compare its log-probs with the policy's. Called on every rank.
+
+        Args:
+            pl_module: The module whose policy was sent.
+            policy_version: The version it is.
+
+        Returns:
+            The largest difference; 0 for engines whose refits need no proof.
+
+        Raises:
+            EngineError: a replica serves another version or other weights.
+        """
+        tolerance = pl_module.rollouts.refit_tolerance
+        if tolerance is None:
+            return 0.0
+        request = probe_request(pl_module.rollouts.any_prompt(), policy_version, pl_module.policy.temperature)
+        answers = pl_module.rollouts.probe(request)
+        rows = probe_rows(request, answers)
+        # wherever it is: on the training device right after an update, on the host before the first one
+        device = next(pl_module.policy.parameters()).device
+        logprobs = response_logprobs(pl_module.policy, rows, [list(range(len(rows)))], device)
+        return check_fingerprint(
+            tuple(answers), rows, [logprobs[i] for i in range(len(rows))], policy_version, tolerance
+        )

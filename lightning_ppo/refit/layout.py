@@ -70,15 +70,21 @@ class FlatLayout:
             end = last
 
     @classmethod
-    def of(cls, weights: Iterable[tuple[str, Tensor]]) -> Self:
+    def of(cls, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Self:
         """Lay these tensors out in the order they come; their values are not touched.
+
+        Args:
+            weights: Names and tensors.
+            dtype: What floating-point tensors become; None leaves every dtype as it is.
 
         Raises:
             EngineError: a name comes twice.
         """
         slots, end = [], 0
         for name, tensor in weights:
-            slot = TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end)
+            kept = dtype is None or not tensor.is_floating_point()
+            kind = tensor.dtype if kept else dtype
+            slot = TensorSlot(name, str(kind).removeprefix("torch."), tuple(tensor.shape), end)
             slots.append(slot)
             end += -(-slot.num_bytes // ALIGNMENT) * ALIGNMENT
         return cls(tuple(slots), end)

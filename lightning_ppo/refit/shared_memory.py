@@ -21,6 +21,7 @@ class SharedWeights:
     Attributes:
         layout: Where each tensor lies.
         fd: File descriptor of the buffer, to be handed to the other process.
+        buffer: The buffer itself, as long as it is open.
         views: Tensors that share memory with the buffer, by name.
     """
 
@@ -28,8 +29,8 @@ class SharedWeights:
         """Map `fd`, which must hold the layout's bytes; the object owns `fd` from now on."""
         self.layout = layout
         self.fd = fd
-        self._map = mmap.mmap(fd, max(layout.num_bytes, 1))
-        self.views: dict[str, Tensor] = layout.views(self._map)
+        self.buffer = mmap.mmap(fd, max(layout.num_bytes, 1))
+        self.views: dict[str, Tensor] = layout.views(self.buffer)
 
     @classmethod
     def create(cls, weights: Iterable[tuple[str, Tensor]]) -> Self:
@@ -39,10 +40,18 @@ class SharedWeights:
             EngineError: no place for a file of that size, or a name comes twice.
         """
         pairs = list(weights)
-        layout = FlatLayout.of(pairs)
-        buffer = cls(layout, _new_file(max(layout.num_bytes, 1)))
+        buffer = cls.reserve(FlatLayout.of(pairs))
         buffer.write(pairs)
         return buffer
+
+    @classmethod
+    def reserve(cls, layout: FlatLayout) -> Self:
+        """Make a buffer for this layout, full of zeros.
+
+        Raises:
+            EngineError: no place for a file of that size.
+        """
+        return cls(layout, _new_file(max(layout.num_bytes, 1)))
 
     @classmethod
     def attach(cls, layout: FlatLayout, fd: int) -> Self:
@@ -69,7 +78,7 @@ class SharedWeights:
         os.close(self.fd)
         self.fd = -1
         try:
-            self._map.close()
+            self.buffer.close()
         except BufferError:
             # Somebody still holds a view: the mapping goes with the last one.
             return

@@ -15,8 +15,9 @@ class FailureConfig:
     cannot be replaced ends the run at once.
 
     Args:
-        max_infra_attempts: Attempts at one prompt that may fail because of infrastructure.
-        max_data_attempts: Attempts at one prompt that may fail because of its data.
+        max_infra_attempts: Attempts at a response, the first included, after which failures of infrastructure use its
+            prompt up. Finished responses of the same prompt are kept meanwhile.
+        max_data_attempts: The same for failures because of its data.
         backoff_s: Wait before the second attempt; doubles with every further one.
         max_backoff_s: Longest such wait.
         drop: What happens to a prompt whose attempts are used up: `fail` ends the run with its error, `skip` closes the

@@ -52,13 +52,18 @@ class LoopThread:
             raise
 
     def wait(
-        self, coroutine: Coroutine[Any, Any, T], what: str, timeout_s: float, check: Callable[[], None], poll_s: float
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        what: str | Callable[[], str],
+        timeout_s: float,
+        check: Callable[[], None],
+        poll_s: float,
     ) -> T:
         """Run a coroutine in the loop and wait for its result; whatever ends the wait early cancels it.
 
         Args:
             coroutine: What to run; its error is raised here.
-            what: What it makes, for messages.
+            what: What it waits for, for messages; a function is asked when the deadline has passed.
             timeout_s: Deadline.
             check: Called at once and then at least every `poll_s` seconds; what it raises ends the wait.
             poll_s: See `check`.
@@ -73,14 +78,16 @@ class LoopThread:
                 check()
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
+                    named = what if isinstance(what, str) else what()
                     raise RolloutError(
-                        f"{what} were not finished within timeout_s={timeout_s:g}; "
+                        f"{named} were not finished within timeout_s={timeout_s:g}; "
                         "look at the engine's log, or set a longer deadline"
                     )
                 concurrent.futures.wait([future], min(poll_s, left_s))
             return future.result()
         except concurrent.futures.CancelledError as error:
-            raise RolloutError(f"the rollout collector was closed before the {what} were finished") from error
+            named = what if isinstance(what, str) else what()
+            raise RolloutError(f"the rollout collector was closed before {named} were finished") from error
         finally:
             future.cancel()
 

@@ -2,35 +2,24 @@
 
 import threading
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from lightning_ppo.batch import Prompt, PromptGroup, Trajectory
+from lightning_ppo.rollout.replay_index import PendingGroup, ReplayIndex
+
+__all__ = ["PendingGroup", "ReplayBuffer"]
 
 MAX_NAMED = 4
 """Groups in flight that a message names."""
 
 
-@dataclass(frozen=True)
-class PendingGroup:
-    """A group that is being generated."""
-
-    group_id: str
-    draw: int
-    prompt: Prompt
-    target_step: int | None
-    start_version: int
-    dispatched_s: float
-    """Time of dispatch on the buffer's clock."""
-
-
 class ReplayBuffer:
-    """Slots in dispatch order: pending (generating), ready (finished), claimed (being trained).
+    """Slots in draw order: pending (generating), ready (finished), claimed (being trained).
 
-    A slot is a permit: a group occupies one place from `reserve` until `release` or `remove`, so permits cannot leak
-    and trained rows keep theirs until the whole step is over. Thread-safe: the event loop reserves and commits, the
-    trainer waits on `changed`, claims and releases. Nothing is dropped: groups that a selection leaves stay ready.
+    A slot is a permit: a group occupies one place until `release`, `drop`, `remove` or `give_back`, so permits cannot
+    leak and trained rows keep theirs until the whole step is over. Thread-safe: the event loop reserves and commits,
+    the trainer waits on `changed`, claims and releases. Nothing is dropped: groups that a selection leaves stay ready.
+    Methods take O(log n) comparisons per group that they name; `ready`, `pending` and `targets` walk through all.
 
     Args:
         capacity: Groups that may exist at once.
@@ -40,18 +29,18 @@ class ReplayBuffer:
 
     def __init__(self, capacity: int, group_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.changed = threading.Condition(threading.RLock())
-        """Notified after every commit and every claim that is given back."""
+        """Notified whenever a selection may have become possible; its lock is reentrant."""
+        self.index = ReplayIndex(self.changed)
+        """Look-ups for samplers."""
         self._capacity = capacity
         self._group_size = group_size
         self._clock = clock
         self._pending: dict[str, PendingGroup] = {}
-        self._ready: list[PromptGroup] = []
         self._claimed: dict[int, PromptGroup] = {}
-        self._draws: set[int] = set()
         self._last_commit_s = clock()
 
     def reserve(self, draw: int, prompt: Prompt, version: int, target_step: int | None) -> str:
-        """Take a slot for a group that is about to be generated; the order of these calls is the dispatch order.
+        """Take a slot for a group that is about to be generated.
 
         Returns:
             The group's id, which depends on the draw only.
@@ -60,14 +49,23 @@ class ReplayBuffer:
             ValueError: the buffer is full, or a slot for this draw exists.
         """
         with self.changed:
-            if not self.has_room:
-                raise ValueError(f"all {self._capacity} slots are taken")
-            if draw in self._draws:
-                raise ValueError(f"draw {draw} has a slot already")
-            group_id = f"draw{draw}"
-            self._draws.add(draw)
-            self._pending[group_id] = PendingGroup(group_id, draw, prompt, target_step, version, self._clock())
-            return group_id
+            self._check_free(draw)
+            slot = PendingGroup(_group_id(draw), draw, prompt, target_step, version, self._clock())
+            self._add_pending(slot)
+            return slot.group_id
+
+    def restore(self, group: PromptGroup) -> None:
+        """Take a slot for a group that was finished in an earlier run; it is ready at once.
+
+        Raises:
+            ValueError: the buffer is full, a slot for this draw exists, or the number of trajectories is not
+                `group_size`; nothing changes.
+        """
+        with self.changed:
+            self._check_free(group.draw)
+            self._check_size(group.group_id, group.trajectories)
+            self.index.add_ready(group)
+            self.changed.notify_all()
 
     def commit(self, group_id: str, trajectories: Sequence[Trajectory], end_version: int) -> PromptGroup:
         """Make a pending group ready.
@@ -77,8 +75,7 @@ class ReplayBuffer:
         """
         with self.changed:
             slot = self._slot(group_id)
-            if len(trajectories) != self._group_size:
-                raise ValueError(f"{group_id} has {len(trajectories)} of {self._group_size} trajectories")
+            self._check_size(group_id, trajectories)
             now = self._clock()
             group = PromptGroup(
                 group_id=group_id,
@@ -90,11 +87,45 @@ class ReplayBuffer:
                 trajectories=tuple(trajectories),
                 generation_s=now - slot.dispatched_s,
             )
-            del self._pending[group_id]
-            insort(self._ready, group, key=_draw)
+            self._remove_pending(slot)
+            self.index.add_ready(group)
             self._last_commit_s = now
             self.changed.notify_all()
             return group
+
+    def regenerate(self, draw: int, version: int) -> PendingGroup:
+        """Turn a ready or pending group into one that is generated from the start, at `version`.
+
+        Draw, slot and target step stay; what was committed is forgotten, and the time of dispatch is now.
+
+        Raises:
+            ValueError: the draw is neither ready nor pending; nothing changes.
+        """
+        with self.changed:
+            ready = self.index.find_ready(draw)
+            pending = self._pending.get(_group_id(draw))
+            if ready is not None:
+                self.index.remove_ready(ready)
+            elif pending is not None:
+                self._remove_pending(pending)
+            old: PromptGroup | PendingGroup | None = ready or pending
+            if old is None:
+                raise ValueError(f"draw {draw} is neither ready nor being generated")
+            slot = PendingGroup(_group_id(draw), draw, old.prompt, old.target_step, version, self._clock())
+            self._add_pending(slot)
+            self.changed.notify_all()
+            return slot
+
+    def give_back(self, draws: Iterable[int]) -> None:
+        """Free the slots of ready groups, whose draws are handed out anew.
+
+        Raises:
+            ValueError: a draw is not ready, or named twice; nothing changes.
+        """
+        with self.changed:
+            for group in self._ready_groups(draws):
+                self.index.remove_ready(group)
+            self.changed.notify_all()
 
     def remove(self, group_id: str) -> None:
         """Give up a pending group and its slot.
@@ -103,9 +134,16 @@ class ReplayBuffer:
             ValueError: no such group is pending.
         """
         with self.changed:
-            slot = self._slot(group_id)
-            del self._pending[group_id]
-            self._draws.discard(slot.draw)
+            self._remove_pending(self._slot(group_id))
+            self.changed.notify_all()
+
+    def drop(self, draw: int) -> None:
+        """Give up a pending group and its slot, by its draw.
+
+        Raises:
+            ValueError: no such group is pending.
+        """
+        self.remove(_group_id(draw))
 
     def claim(self, groups: Iterable[PromptGroup]) -> None:
         """Move ready groups to training; they keep their slots.
@@ -114,12 +152,9 @@ class ReplayBuffer:
             ValueError: a group is not ready, or named twice; nothing changes.
         """
         with self.changed:
-            chosen = {group.draw: group for group in groups}
-            left = [group for group in self._ready if group.draw not in chosen]
-            if len(left) + len(chosen) != len(self._ready):
-                raise ValueError(f"draws {sorted(chosen)} are not all ready")
-            self._ready = left
-            self._claimed.update(chosen)
+            for group in self._ready_groups(group.draw for group in groups):
+                self.index.remove_ready(group)
+                self._claimed[group.draw] = group
 
     def release(self, draws: Iterable[int]) -> None:
         """Free the slots of trained groups.
@@ -133,42 +168,65 @@ class ReplayBuffer:
                 raise ValueError(f"draws {sorted(gone - self._claimed.keys())} are not being trained")
             for draw in gone:
                 del self._claimed[draw]
-            self._draws -= gone
 
     def unclaim(self) -> None:
         """Make every claimed group ready again, in its old place."""
         with self.changed:
             for group in self._claimed.values():
-                insort(self._ready, group, key=_draw)
+                self.index.add_ready(group)
             self._claimed.clear()
             self.changed.notify_all()
 
+    def stale(self, oldest_allowed: int) -> tuple[PromptGroup, ...]:
+        """Return the ready groups with a token of a version below `oldest_allowed`, oldest first.
+
+        Args:
+            oldest_allowed: `VersionWindow.oldest_allowed` of the version that trains next.
+        """
+        return self.index.ready_sampled_before(oldest_allowed)
+
     def ready(self) -> tuple[PromptGroup, ...]:
-        """Return the ready groups in dispatch order."""
-        with self.changed:
-            return tuple(self._ready)
+        """Return the ready groups in draw order."""
+        return self.index.ready()
 
     def pending(self) -> tuple[PendingGroup, ...]:
-        """Return the groups that are being generated, in dispatch order."""
+        """Return the groups that are being generated, in draw order."""
         with self.changed:
-            return tuple(self._pending.values())
+            return tuple(sorted(self._pending.values(), key=lambda slot: slot.draw))
 
     def claimed(self) -> tuple[int, ...]:
         """Return the draws that are being trained, in order."""
         with self.changed:
             return tuple(sorted(self._claimed))
 
+    def targets(self) -> tuple[int | None, ...]:
+        """Return the target step of every slot, pending, ready and claimed, for `Sampler.seed_dispatch`."""
+        with self.changed:
+            groups: tuple[PendingGroup | PromptGroup, ...]
+            groups = (*self._pending.values(), *self.index.ready(), *self._claimed.values())
+            return tuple(group.target_step for group in groups)
+
     @property
     def has_room(self) -> bool:
         """Whether a slot is free."""
-        with self.changed:
-            return len(self._draws) < self._capacity
+        return self.occupied < self._capacity
 
     @property
     def occupied(self) -> int:
         """Slots taken by pending, ready and claimed groups."""
         with self.changed:
-            return len(self._draws)
+            return len(self._pending) + self.index.ready_count + len(self._claimed)
+
+    @property
+    def ready_count(self) -> int:
+        """Number of ready groups."""
+        return self.index.ready_count
+
+    @property
+    def pending_count(self) -> int:
+        """Number of groups that are being generated."""
+        with self.changed:
+            return len(self._pending)
 
     @property
     def last_commit_s(self) -> float:
@@ -184,9 +242,34 @@ class ReplayBuffer:
             named = [f"draw {g.draw} (row {g.prompt.row}, {now - g.dispatched_s:.1f} s)" for g in pending[:MAX_NAMED]]
             more = ["..."] if len(pending) > MAX_NAMED else []
             return (
-                f"in flight: {len(pending)} [{', '.join(named + more)}], ready {len(self._ready)}, "
+                f"in flight: {len(pending)} [{', '.join(named + more)}], ready {self.ready_count}, "
                 f"in training {len(self._claimed)} of {self._capacity} slots"
             )
+
+    def _add_pending(self, slot: PendingGroup) -> None:
+        self._pending[slot.group_id] = slot
+        self.index.add_pending(slot)
+
+    def _remove_pending(self, slot: PendingGroup) -> None:
+        del self._pending[slot.group_id]
+        self.index.remove_pending(slot)
+
+    def _ready_groups(self, draws: Iterable[int]) -> list[PromptGroup]:
+        named = list(draws)
+        found = [group for group in map(self.index.find_ready, named) if group is not None]
+        if len(found) < len(named) or len(set(named)) < len(named):
+            raise ValueError(f"draws {sorted(named)} are not all ready, or one is named twice")
+        return found
+
+    def _check_free(self, draw: int) -> None:
+        if not self.has_room:
+            raise ValueError(f"all {self._capacity} slots are taken, none is left for draw {draw}")
+        if _group_id(draw) in self._pending or draw in self._claimed or self.index.find_ready(draw) is not None:
+            raise ValueError(f"draw {draw} has a slot already")
+
+    def _check_size(self, group_id: str, trajectories: Sequence[Trajectory]) -> None:
+        if len(trajectories) != self._group_size:
+            raise ValueError(f"{group_id} has {len(trajectories)} of {self._group_size} trajectories")
 
     def _slot(self, group_id: str) -> PendingGroup:
         if group_id not in self._pending:
@@ -194,5 +277,5 @@ class ReplayBuffer:
         return self._pending[group_id]
 
 
-def _draw(group: PromptGroup) -> int:
-    return group.draw
+def _group_id(draw: int) -> str:
+    return f"draw{draw}"

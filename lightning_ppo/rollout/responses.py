@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import time
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,6 +12,9 @@ from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.errors import EngineError, RolloutError
 from lightning_ppo.rollout.engine import Engine, Generation, GenerationRequest, SamplingParams
 from lightning_ppo.rollout.reward import RewardFunction
+
+MAX_NAMED = 3
+"""Responses in flight that a message names."""
 
 
 class Responder:
@@ -25,6 +30,26 @@ class Responder:
         self._engine = engine
         self._reward = reward
         self._tokenizer = tokenizer
+        self.generating: dict[str, float] = {}
+        """Training responses that were dispatched and are not sampled yet, with the time of their dispatch."""
+
+    def announce(self, sample_ids: Iterable[str]) -> None:
+        """Count responses as being generated from now on, before their tasks have started."""
+        now = time.monotonic()
+        self.generating.update(dict.fromkeys(sample_ids, now))
+
+    def forget(self, sample_ids: Iterable[str]) -> None:
+        """Stop counting responses; those that were sampled are forgotten already."""
+        for sample_id in sample_ids:
+            self.generating.pop(sample_id, None)
+
+    def describe(self) -> str:
+        """Name what is being generated, longest first, for messages."""
+        now = time.monotonic()
+        oldest = sorted(self.generating.items(), key=lambda item: item[1])
+        named = [f"{sample_id} ({now - since_s:.1f} s)" for sample_id, since_s in oldest[:MAX_NAMED]]
+        more = ["..."] if len(oldest) > MAX_NAMED else []
+        return f"{len(oldest)} responses [{', '.join(named + more)}]"
 
     async def respond(
         self, prompt: Prompt, prompt_ids: Tensor, sample_id: str, request_id: str, sampling: SamplingParams, seed: int
@@ -59,6 +84,7 @@ class Responder:
                 f"the engine called exit({error.code}) in request {request_id}; look at its log"
             ) from error
         _check(generation, request)
+        self.generating.pop(sample_id, None)
         text = self._tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)  # type: ignore[attr-defined]
         reward = await self._reward(prompt, text, generation.finish_reason)
         return Trajectory(

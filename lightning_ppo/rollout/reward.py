@@ -1,18 +1,15 @@
 """The user's reward function: found by import path, inspected once, called by name, its result checked."""
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lightning_ppo.batch import FinishReason, Prompt
 from lightning_ppo.errors import RewardError
+from lightning_ppo.imports import import_object
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.validation import reject
 
@@ -28,20 +25,9 @@ def resolve_reward(reward: Callable[..., Any] | str) -> Callable[..., Any]:
     Raises:
         ConfigError: the path has no `:`, the module or file cannot be imported, or the name is missing or not callable.
     """
-    if isinstance(reward, str):
-        where, colon, name = reward.rpartition(":")
-        if not (colon and where and name):
-            raise reject(
-                "reward", reward, "is no import path", "write package.module:function or path/to/file.py:function"
-            )
-        module = _import_file(reward, Path(where)) if where.endswith(".py") else _import_module(reward, where)
-        found = getattr(module, name, None)
-        if found is None:
-            raise reject("reward", reward, f"does not exist: {where} has no {name}", "name a function of that module")
-    else:
-        found, name = reward, repr(reward)
+    found: Any = import_object("reward", reward) if isinstance(reward, str) else reward
     if not callable(found):
-        raise reject("reward", name, "is not callable", "give a function or its import path")
+        raise reject("reward", reward, "is not callable", "give a function or its import path")
     return found
 
 
@@ -146,28 +132,3 @@ def _finite(value: Any) -> float:
     if not math.isfinite(result):
         raise ValueError(f"it returned {result}, not a finite number")
     return result
-
-
-def _import_module(reward: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        why = f"cannot be imported ({type(error).__name__}: {error})"
-        raise reject("reward", reward, why, "check the module's name, or write path/to/file.py:function") from error
-
-
-def _import_file(reward: str, path: Path) -> Any:
-    name = f"lightning_ppo_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise reject("reward", reward, f"does not exist: no file {path}", "give the path of a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Data classes and pickling look their module up by name.
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        why = f"cannot be imported ({type(error).__name__}: {error})"
-        raise reject("reward", reward, why, "make the file importable") from error
-    return module

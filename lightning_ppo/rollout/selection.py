@@ -1,6 +1,7 @@
 """The next chunk of a PPO step: the sampler's order, cut by the tail rule or by a recorded schedule."""
 
 from lightning_ppo.batch import PromptGroup
+from lightning_ppo.errors import DataError
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.replay import ReplayBuffer
 from lightning_ppo.rollout.samplers import Sampler
@@ -20,7 +21,8 @@ class Selection:
         schedule: Recorded chunks to use; None: those of `config.replay_chunks`, or whatever is finished.
 
     Raises:
-        ConfigError: the buffer is smaller than the sampler needs, or `num_prompts_per_step` is no multiple of `align`.
+        ConfigError: the buffer is smaller than the sampler needs, `num_prompts_per_step` is no multiple of `align`, or
+            the run streams and the sampler does not support that.
         DataError: `config.replay_chunks` cannot be read.
     """
 
@@ -37,6 +39,13 @@ class Selection:
         why = "is smaller than what the sampler needs: generation would deadlock"
         require(config.buffer_capacity >= need, "max_buffered_rollouts", config.buffer_capacity, why, f"set >= {need}")
         check_alignment(self._step_size, align)
+        require(
+            sampler.capabilities.supports_streaming or not config.is_streaming,
+            "min_groups_for_streaming_train",
+            config.min_groups_for_streaming_train,
+            f"streams, which sampler={config.sampler} does not support",
+            f"set {self._step_size}, for full-batch mode",
+        )
         if schedule is None and config.replay_chunks is not None:
             schedule = ChunkSchedule.load(config.replay_chunks)
         self._buffer = buffer
@@ -58,28 +67,40 @@ class Selection:
         self._recorded(ppo_step, remaining)
 
     def pick(self, ppo_step: int, remaining: int, version: int) -> tuple[PromptGroup, ...]:
-        """Return the next chunk in dispatch order, or nothing while it is not ready.
+        """Return the next chunk in draw order, or nothing while it is not ready.
 
         Args:
             ppo_step: The step that trains it.
             remaining: Groups of this step that were not handed out yet.
             version: The published policy version.
+
+        Raises:
+            DataError: a recorded chunk holds a group that is stamped for another step.
         """
-        eligible = self._sampler.eligible(self._buffer, version, ppo_step)
         recorded = self._recorded(ppo_step, remaining)
-        if recorded is None:
+        if recorded is not None:
+            chosen = self._find(recorded, ppo_step)
+        else:
+            # The tail rule never takes more than remain, and does not ask what else is ready.
+            eligible = self._sampler.select(self._buffer, version, ppo_step, remaining)
             take = choose(
                 len(eligible), remaining, min_groups=self._minimum, align=self._align, streaming=self._streaming
             )
             chosen = list(eligible[:take])
-        else:
-            chosen = [group for group in eligible if group.draw in recorded]
-            if len(chosen) < len(recorded):
-                return ()
         return tuple(sorted(chosen, key=lambda group: group.draw))
 
-    def _recorded(self, ppo_step: int, remaining: int) -> frozenset[int] | None:
+    def _find(self, draws: tuple[int, ...], ppo_step: int) -> list[PromptGroup]:
+        found = [group for group in map(self._buffer.index.find_ready, draws) if group is not None]
+        for group in found:
+            if group.target_step not in (None, ppo_step):
+                raise DataError(
+                    f"recorded PPO step {ppo_step} trains draw {group.draw}, which is stamped for step "
+                    f"{group.target_step}; replay with the sampler and the step size of the recorded run"
+                )
+        return found if len(found) == len(draws) else []
+
+    def _recorded(self, ppo_step: int, remaining: int) -> tuple[int, ...] | None:
         if self._schedule is None:
             return None
         consumed = self._step_size - remaining
-        return frozenset(self._schedule.next_chunk(ppo_step, consumed, self._step_size, self._align))
+        return self._schedule.next_chunk(ppo_step, consumed, self._step_size, self._align)

@@ -1,12 +1,14 @@
-"""The endless, seeded sequence of prompts, with a ledger of what was trained; and the seed of every response."""
+"""The endless, seeded sequence of prompts with the ledger of its draws; and the seed of every response."""
 
 import hashlib
+import heapq
 import random
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_ppo.errors import CheckpointError, DataError
+from lightning_ppo.rollout.ledger import Ledger
 
 TRAIN = "train"
 """Seed namespace of training; validation and predict use others."""
@@ -30,8 +32,8 @@ def sample_seed(run_seed: int, draw: int, index: int, *, namespace: str = TRAIN)
 class PromptStream:
     """Draw numbers 0, 1, 2, ... mapped to rows: every epoch is one pass over all rows. Thread-safe.
 
-    A draw is first handed out (generation starts), later trained. Only trained draws count for a checkpoint: a resumed
-    stream hands out every untrained draw, in order, exactly once.
+    Its ledger keeps the state of every draw. Only trained and skipped draws count for a checkpoint: a resumed stream
+    hands out every other draw, in order, exactly once.
 
     Args:
         num_rows: Rows of the data set.
@@ -48,6 +50,8 @@ class PromptStream:
     ) -> None:
         if num_rows < 1:
             raise DataError(f"num_rows={num_rows} leaves nothing to draw; give at least one prompt")
+        self.ledger = Ledger()
+        """States of all draws; whoever dispatches, commits, claims and trains tells it."""
         self._num_rows = num_rows
         self._seed = seed
         self._shuffle = shuffle
@@ -55,9 +59,7 @@ class PromptStream:
         self._orders: dict[int, list[int]] = {}
         self._lock = threading.Lock()
         self._next = 0
-        self._cursor = 0
-        self._trained: set[int] = set()
-        self._passed_over: set[int] = set()
+        self._given_back: list[int] = []
         self._epoch_was_empty = True
         self._empty_epochs = 0
 
@@ -70,80 +72,92 @@ class PromptStream:
             return self._row_of(epoch, position)
 
     def next_draw(self) -> int:
-        """Hand out the next draw that was neither handed out nor trained yet.
+        """Hand out the next draw: those given back first, lowest first, then new ones. It is `DRAWN` from now on.
 
         Raises:
             DataError: two consecutive epochs hand out nothing, because `keep` keeps no row.
         """
         with self._lock:
+            while self._given_back:
+                draw = heapq.heappop(self._given_back)
+                # `take` may have handed it out meanwhile
+                if self.ledger.is_free(draw):
+                    self.ledger.draw(draw)
+                    return draw
             while True:
                 draw = self._next
                 epoch, position = divmod(draw, self._num_rows)
                 if position == 0 and draw > 0:
                     self._close_epoch(epoch - 1)
                 self._next += 1
-                if draw in self._trained:
+                if not self.ledger.is_free(draw):
                     self._epoch_was_empty = False
                     continue
                 if self._keep is not None and not self._keep(self._row_of(epoch, position)):
-                    self._passed_over.add(draw)
+                    self.ledger.pass_over(draw)
                     continue
                 self._epoch_was_empty = False
+                self.ledger.draw(draw)
                 return draw
 
-    def mark_trained(self, draws: Iterable[int]) -> None:
-        """Record draws as trained; the cursor moves over every trained prefix.
+    def take(self, draw: int) -> None:
+        """Hand out this very draw, out of order: a restored group needs it. It is `DRAWN` from now on.
 
         Raises:
-            ValueError: a draw was not handed out, or is trained already; nothing is recorded then.
+            ValueError: it is handed out, trained or skipped already.
         """
         with self._lock:
-            new: set[int] = set()
-            for draw in draws:
-                known = draw in new or draw in self._trained or draw in self._passed_over
-                if known or not self._cursor <= draw < self._next:
-                    raise ValueError(f"draw {draw} is trained already or was never handed out")
-                new.add(draw)
-            self._trained.update(new)
-            while self._cursor in self._trained or self._cursor in self._passed_over:
-                self._trained.discard(self._cursor)
-                self._passed_over.discard(self._cursor)
-                self._cursor += 1
+            self.ledger.draw(draw)
+
+    def give_back(self, draw: int) -> None:
+        """Take back a draw that is neither trained nor being trained; `next_draw` hands it out again.
+
+        Raises:
+            ValueError: the draw is neither drawn, in flight nor ready.
+        """
+        with self._lock:
+            self.ledger.give_back(draw)
+            if draw < self._next:
+                heapq.heappush(self._given_back, draw)
+
+    def mark_trained(self, draws: Iterable[int]) -> None:
+        """Record draws as trained, whether or not the steps before that were recorded.
+
+        Raises:
+            ValueError: a draw was not handed out, or is trained or skipped already; nothing is recorded then.
+        """
+        self.ledger.train(draws, unclaimed=True)
 
     @property
     def cursor(self) -> int:
-        """The first untrained draw."""
-        with self._lock:
-            return self._cursor
+        """The first draw that is neither trained nor skipped."""
+        return self.ledger.cursor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the cursor and the trained draws beyond it, with what they were drawn from; plain values."""
-        with self._lock:
-            return {
-                "cursor": self._cursor,
-                "trained": sorted(self._trained),
-                "num_rows": self._num_rows,
-                "seed": self._seed,
-                "shuffle": self._shuffle,
-            }
+        """Return the ledger's state, with what the draws were drawn from; plain values."""
+        order = {"num_rows": self._num_rows, "seed": self._seed, "shuffle": self._shuffle}
+        return self.ledger.state_dict() | order
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the trained draws of `state`; what was handed out but not trained is handed out again.
+        """Continue after the final draws of `state`; what was handed out but not trained is handed out again.
 
         Raises:
-            CheckpointError: the state belongs to another number of rows, seed or shuffle setting.
+            CheckpointError: the state belongs to another number of rows, seed or shuffle setting, or is malformed;
+                nothing changes.
         """
         for name, here in (("num_rows", self._num_rows), ("seed", self._seed), ("shuffle", self._shuffle)):
+            if name not in state:
+                raise CheckpointError(f"the prompt ledger lacks {name}; resume from an intact checkpoint")
             if state[name] != here:
                 raise CheckpointError(
                     f"{name}={here} differs from the checkpoint's {state[name]}; resume with the same prompts and seed"
                 )
         with self._lock:
-            self._cursor = self._next = int(state["cursor"])
-            self._trained = {int(draw) for draw in state["trained"]}
-            self._passed_over = set()
-            # The part of this epoch before the cursor was handed out in the earlier run.
-            self._epoch_was_empty = self._cursor % self._num_rows == 0
+            self.ledger.load_state_dict(state)
+            self._next = self.ledger.cursor
+            self._given_back = []
+            # What lies before the cursor was handed out in the earlier run, also when an epoch ends exactly there.
+            self._epoch_was_empty = self._next == 0
             self._empty_epochs = 0
 
     def _close_epoch(self, epoch: int) -> None:

@@ -3,7 +3,7 @@
 Everything here runs without gradients, once per sample, under models that do not change within a PPO step.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +13,11 @@ from lightning_ppo.algorithms import estimate_advantages, kl_estimate, token_rew
 from lightning_ppo.batch import Chunk, TrainRow, Trajectory
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.models.critic import CriticModel
-from lightning_ppo.models.micro_batch import MicroBatch, collate, pad_rows, plan_micro_batches
+from lightning_ppo.models.micro_batch import pad_rows, plan_micro_batches
 from lightning_ppo.models.policy import PolicyModel
+from lightning_ppo.models.scoring import Ragged, micro_batches, response_logprobs, unpad
 from lightning_ppo.residency import Residency
 from lightning_ppo.timing import PhaseTimer
-
-Ragged = dict[int, Tensor]
-"""A `[T_i]` tensor on the CPU for each row index."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,9 @@ class AdvantageStage:
         final_values: dict[int, float] = {}
         self.residency.acquire("critic")
         with self.timer.phase("value"):
-            for batch in self._micro_batches(rows, plan):
+            for batch in micro_batches(rows, plan, self.residency.device):
                 padded, final = self.critic(batch)
-                _unpad(padded, batch, rows, values)
+                unpad(padded, batch, rows, values)
                 final_values.update(zip(batch.indices, final.tolist(), strict=True))
         ref_logprobs = self._logprobs(self.reference, "reference", rows, plan) if self.reference is not None else {}
         needs_old = config.old_logprobs == "recompute" and not config.ratio_is_one
@@ -81,17 +79,10 @@ class AdvantageStage:
             for i, row in enumerate(rows)
         )
 
-    def _micro_batches(self, rows: Sequence[Trajectory], plan: list[list[int]]) -> Iterator[MicroBatch]:
-        for indices in plan:
-            yield collate(rows, indices, self.residency.device)
-
     def _logprobs(self, model: PolicyModel, name: str, rows: Sequence[Trajectory], plan: list[list[int]]) -> Ragged:
-        result: Ragged = {}
         self.residency.acquire(name)
         with self.timer.phase(name):
-            for batch in self._micro_batches(rows, plan):
-                _unpad(model(batch)[0], batch, rows, result)
-        return result
+            return response_logprobs(model, rows, plan, self.residency.device)
 
     def _mask(self, row: Trajectory) -> Tensor:
         if row.truncated and self.config.truncated_responses == "mask":
@@ -148,8 +139,3 @@ class AdvantageStage:
         for j, i in enumerate(indices):
             length = len(rows[i].response_ids)
             advantages[i], returns[i] = advantage[j, :length], target[j, :length]
-
-
-def _unpad(padded: Tensor, batch: MicroBatch, rows: Sequence[Trajectory], into: Ragged) -> None:
-    for i, row in zip(batch.indices, padded.cpu(), strict=True):
-        into[i] = row[: len(rows[i].response_ids)]

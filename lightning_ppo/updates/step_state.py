@@ -27,7 +27,7 @@ class StepState:
         """Take a chunk in."""
         self.rows.extend(rows)
         self.chunks.append(chunk.draws)
-        self.generation_s = max(self.generation_s, *chunk.generation_s)
+        self.generation_s = max((self.generation_s, *chunk.generation_s))
 
     def totals(self, ranks: Ranks) -> "StepTotals":
         """Sum over ranks. A collective."""

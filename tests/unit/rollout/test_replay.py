@@ -1,9 +1,12 @@
 import threading
+from dataclasses import replace
 
 import pytest
+import torch
 
+from lightning_ppo.batch import PromptGroup
 from lightning_ppo.rollout.replay import ReplayBuffer
-from lightning_ppo.testing import make_prompt, make_trajectory
+from lightning_ppo.testing import make_group, make_prompt, make_trajectory
 
 
 class Clock:
@@ -60,7 +63,16 @@ def test_ready_groups_stand_in_dispatch_order_whatever_finishes_first(buffer: Re
 
 
 def snapshot(buffer: ReplayBuffer) -> tuple:
-    return buffer.pending(), buffer.ready(), buffer.claimed(), buffer.occupied, buffer.last_commit_s
+    index = buffer.index
+    looked_up = (
+        index.ready_between(9, 0, 9),
+        index.ready_started_before(99),
+        index.ready_sampled_before(99),
+        index.ready_before_target(99),
+        index.live_versions(0, 99),
+        [index.count_of_target(step) for step in (None, *range(5))],
+    )
+    return looked_up, buffer.pending(), buffer.ready(), buffer.claimed(), buffer.occupied, buffer.last_commit_s
 
 
 def test_errors_leave_everything_as_it_was(buffer: ReplayBuffer) -> None:
@@ -77,6 +89,18 @@ def test_errors_leave_everything_as_it_was(buffer: ReplayBuffer) -> None:
         lambda: buffer.remove("draw1"),
         lambda: buffer.claim([group1, group0]),
         lambda: buffer.release([0, 1]),
+        lambda: buffer.drop(1),
+        lambda: buffer.drop(9),
+        lambda: buffer.claim([group1, group1]),
+        lambda: buffer.regenerate(0, 9),
+        lambda: buffer.regenerate(9, 9),
+        lambda: buffer.give_back([1, 2]),
+        lambda: buffer.give_back([1, 0]),
+        lambda: buffer.give_back([1, 1]),
+        lambda: buffer.restore(make_group(0, size=2)),
+        lambda: buffer.restore(make_group(1, size=2)),
+        lambda: buffer.restore(make_group(2, size=2)),
+        lambda: buffer.restore(make_group(3, size=1)),
         lambda: buffer.reserve(2, make_prompt(), 0, None),
         lambda: buffer.reserve(0, make_prompt(), 0, None),
     ]
@@ -141,3 +165,163 @@ def test_description_names_the_oldest_groups_in_flight(clock: Clock) -> None:
     assert "draw 3" in text
     assert "draw 4" not in text
     assert "in training 0 of 9 slots" in text
+
+
+def tokens(*versions: int, generated: tuple[bool, ...] | None = None) -> object:
+    """A trajectory whose tokens were sampled with these versions."""
+    mask = torch.ones(len(versions), dtype=torch.bool) if generated is None else torch.tensor(generated)
+    return replace(
+        make_trajectory(response_ids=[6] * len(versions)), policy_versions=torch.tensor(versions), response_mask=mask
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "oldest"),
+    [
+        ([tokens(3, 4), tokens(5, 3)], 3),
+        # a response kept from before a restart
+        ([tokens(3), tokens(2, 2, 3)], 2),
+        # the group was dispatched at 3, but every token is newer
+        ([tokens(4, 4), tokens(5)], 4),
+        # the version of what an environment inserted means nothing
+        ([tokens(0, 5, generated=(False, True)), tokens(6)], 5),
+        ([tokens(), tokens()], 3),
+    ],
+)
+def test_oldest_version_is_that_of_the_oldest_token(rows: list, oldest: int) -> None:
+    group = replace(make_group(0, version=3), trajectories=tuple(rows))
+    assert group.oldest_version == oldest
+
+
+def test_stale_groups_are_found_by_their_oldest_token() -> None:
+    buffer = ReplayBuffer(capacity=9, group_size=1)
+    for draw, versions in enumerate([(4, 5), (3, 5), (5, 5), (2, 6)]):
+        buffer.commit(buffer.reserve(draw, make_prompt(), 5, None), [tokens(*versions)], 6)
+    assert [group.draw for group in buffer.stale(2)] == []
+    assert [group.draw for group in buffer.stale(4)] == [3, 1]
+    assert [group.draw for group in buffer.stale(5)] == [3, 1, 0]
+    buffer.claim([buffer.ready()[3]])
+    assert [group.draw for group in buffer.stale(5)] == [1, 0], "what is being trained is no longer looked at"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_group_is_generated_again_in_its_place(buffer: ReplayBuffer, clock: Clock, finished: bool) -> None:
+    fill(buffer, 0, 1, 2)
+    fill(buffer, 3, commit=finished)
+    clock.now += 5
+    again = buffer.regenerate(3, version=8)
+    assert (again.group_id, again.draw, again.prompt.row) == ("draw3", 3, 3)
+    assert (again.start_version, again.target_step, again.dispatched_s) == (8, 1, 105.0)
+    assert buffer.pending() == (again,)
+    assert ready(buffer) == [0, 1, 2]
+    assert buffer.occupied == 4, "the slot is kept"
+    assert buffer.index.count_of_target(1) == 2, "and so is the target step"
+    clock.now += 2
+    group = buffer.commit("draw3", [make_trajectory(version=8)] * 2, end_version=9)
+    assert (group.start_version, group.end_version, group.target_step, group.generation_s) == (8, 9, 1, 2.0)
+    assert [g.draw for g in buffer.stale(8)] == [0, 1, 2], "what was committed before is forgotten"
+
+
+def test_given_back_groups_free_their_slots_and_may_come_again(buffer: ReplayBuffer) -> None:
+    fill(buffer, 0, 1, 2, 3)
+    buffer.give_back([2, 0])
+    assert ready(buffer) == [1, 3]
+    assert buffer.occupied == 2
+    assert [g.draw for g in buffer.index.ready_before_target(9)] == [1, 3]
+    fill(buffer, 2)
+    assert ready(buffer) == [1, 2, 3], "draw order, whenever it was dispatched"
+
+
+def test_restored_groups_take_slots_and_are_ready(buffer: ReplayBuffer) -> None:
+    restored = [make_group(draw, size=2, version=2, target_step=7) for draw in (5, 4)]
+    for group in restored:
+        buffer.restore(group)
+    assert buffer.ready() == (restored[1], restored[0])
+    fill(buffer, 6, commit=False)
+    assert buffer.targets() == (3, 7, 7)
+    assert [g.draw for g in buffer.index.ready_of_target(9, 7)] == [4, 5]
+    assert buffer.last_commit_s == 100.0, "nothing was finished just now"
+    fill(buffer, 7)
+    with pytest.raises(ValueError, match="all 4 slots are taken"):
+        buffer.restore(make_group(9, size=2))
+
+
+def test_slots_may_be_restored_and_reserved_under_the_buffers_own_lock(buffer: ReplayBuffer) -> None:
+    with buffer.changed:
+        buffer.restore(make_group(0, size=2))
+        fill(buffer, 1, commit=False)
+    assert buffer.occupied == 2
+
+
+def test_a_dropped_group_frees_its_slot(buffer: ReplayBuffer) -> None:
+    fill(buffer, 0, 1, commit=False)
+    buffer.drop(0)
+    assert [slot.draw for slot in buffer.pending()] == [1]
+    assert (buffer.occupied, buffer.pending_count, buffer.ready_count) == (1, 1, 0)
+    assert buffer.targets() == (0,)
+
+
+def test_counts_per_target_include_what_is_being_generated(buffer: ReplayBuffer) -> None:
+    fill(buffer, 0, 1, 2)
+    fill(buffer, 3, commit=False)
+    index = buffer.index
+    assert [(index.count_of_target(step), index.pending_of_target(step)) for step in range(3)] == [
+        (2, 0),
+        (2, 1),
+        (0, 0),
+    ]
+    assert (buffer.ready_count, buffer.pending_count) == (3, 1)
+    buffer.claim(buffer.ready()[:1])
+    assert (index.count_of_target(0), buffer.ready_count) == (1, 2)
+    assert buffer.targets() == (1, 0, 1, 0), "every slot"
+
+
+def groups_of(*slots: tuple[int, int, bool]) -> ReplayBuffer:
+    """Slots of (draw, start version, ready)."""
+    buffer = ReplayBuffer(capacity=99, group_size=1)
+    for draw, version, is_ready in slots:
+        group_id = buffer.reserve(draw, make_prompt(), version, None)
+        if is_ready:
+            buffer.commit(group_id, [make_trajectory(version=version)], version)
+    return buffer
+
+
+def test_lookups_by_start_version() -> None:
+    # draw 1 was generated again, draw 3 twice
+    index = groups_of((0, 2, True), (1, 4, True), (2, 2, True), (3, 6, True), (4, 3, False), (5, 4, True)).index
+
+    def draws(groups: tuple[PromptGroup, ...]) -> list[int]:
+        return [group.draw for group in groups]
+
+    assert draws(index.first_ready(9, 4)) == [0, 1, 2, 5]
+    assert draws(index.first_ready(2, 6)) == [0, 1]
+    assert draws(index.ready_between(9, 3, 6)) == [1, 3, 5]
+    assert draws(index.ready_between(2, 2, 4)) == [0, 1]
+    assert draws(index.ready_between(9, 5, 4)) == []
+    assert draws(index.ready_of_version(9, 4)) == [1, 5]
+    assert draws(index.ready_of_version(1, 4)) == [1]
+    assert draws(index.ready_started_before(4)) == [0, 2]
+    assert index.ready_versions(0, 5) == (2, 4)
+    assert index.live_versions(0, 5) == (2, 3, 4)
+    assert index.live_versions(3, 3) == (3,)
+    assert [index.has_pending_of_version(version) for version in (2, 3)] == [False, True]
+    assert index.find_ready(3).start_version == 6
+    assert index.find_ready(4) is None
+
+
+def test_every_change_that_may_free_a_selection_wakes_the_trainer(buffer: ReplayBuffer, monkeypatch) -> None:
+    woken = []
+    monkeypatch.setattr(buffer.changed, "notify_all", lambda: woken.append(None))
+    fill(buffer, 0, 1, 2, commit=False)
+    assert not woken
+    changes = [
+        lambda: buffer.commit("draw0", [make_trajectory()] * 2, 0),
+        lambda: buffer.remove("draw1"),
+        lambda: buffer.regenerate(2, 5),
+        lambda: buffer.restore(make_group(8, size=2)),
+        lambda: buffer.give_back([8]),
+        buffer.unclaim,
+    ]
+    for count, change in enumerate(changes, 1):
+        change()
+        assert len(woken) == count

@@ -82,7 +82,15 @@ def test_state_is_plain_and_shared_with_nothing() -> None:
     take(stream, 4)
     stream.mark_trained([0, 2])
     state = stream.state_dict()
-    assert state == {"cursor": 1, "trained": [2], "num_rows": 5, "seed": 0, "shuffle": True}
+    assert state == {
+        "cursor": 1,
+        "trained": [2],
+        "skipped": [],
+        "num_trained": 2,
+        "num_rows": 5,
+        "seed": 0,
+        "shuffle": True,
+    }
     stream.mark_trained([1, 3])
     assert state["trained"] == [2]
 
@@ -93,7 +101,7 @@ def test_draws_that_cannot_be_trained_are_refused_and_nothing_is_recorded(draws:
     take(stream, 4)
     stream.mark_trained([0, 2])
     before = stream.state_dict()
-    with pytest.raises(ValueError, match="trained already or was never handed out"):
+    with pytest.raises(ValueError, match="cannot become trained"):
         stream.mark_trained(draws)
     assert stream.state_dict() == before
 
@@ -138,14 +146,96 @@ def test_one_empty_epoch_is_forgiven() -> None:
     assert take(stream, 2) == [2, 5]
 
 
-def test_an_epoch_that_was_handed_out_before_the_resume_is_not_empty() -> None:
+# Pitfalls 79, 94 and 103: right after a resume at the very end of an epoch, that epoch hands out nothing any more.
+@pytest.mark.parametrize("trained", [2, 3, 4])
+def test_an_epoch_that_was_handed_out_before_the_resume_is_not_empty(trained: int) -> None:
     first = PromptStream(4, seed=0, shuffle=False)
-    take(first, 2)
-    first.mark_trained([0, 1])
-    answers = iter([False] * 6 + [True])
+    first.mark_trained(take(first, trained))
+    rest_of_epoch = (4 - trained) % 4
+    answers = iter([False] * (rest_of_epoch + 4) + [True])
     resumed = PromptStream(4, seed=0, shuffle=False, keep=lambda row: next(answers))
     resumed.load_state_dict(first.state_dict())
     assert resumed.next_draw() == 8
+
+
+def test_a_resume_does_not_switch_the_guard_off() -> None:
+    first = PromptStream(4, seed=0)
+    first.mark_trained(take(first, 4))
+    resumed = PromptStream(4, seed=0, keep=lambda row: False)
+    resumed.load_state_dict(first.state_dict())
+    with pytest.raises(DataError, match="epochs 1 and 2 handed out no prompt"):
+        resumed.next_draw()
+
+
+def test_draws_given_back_come_first_lowest_first() -> None:
+    stream = PromptStream(3, seed=0)
+    take(stream, 6)
+    for draw in (4, 1, 3):
+        stream.give_back(draw)
+    assert stream.ledger.state(1) is None
+    assert take(stream, 5) == [1, 3, 4, 6, 7]
+    assert stream.ledger.state(1) == "drawn"
+
+
+def test_a_draw_is_given_back_once_and_only_while_it_is_open() -> None:
+    stream = PromptStream(3, seed=0)
+    take(stream, 2)
+    stream.mark_trained([0])
+    stream.give_back(1)
+    for draw in (0, 1, 2):
+        with pytest.raises(ValueError, match=f"draw {draw} cannot become given back"):
+            stream.give_back(draw)
+    assert take(stream, 2) == [1, 2]
+
+
+def test_draws_taken_out_of_order_are_handed_out_once() -> None:
+    stream = PromptStream(3, seed=0)
+    stream.take(2)
+    stream.take(5)
+    stream.mark_trained([2])
+    assert take(stream, 3) == [0, 1, 3]
+    with pytest.raises(ValueError, match="draw 5 cannot be handed out: it is drawn already"):
+        stream.take(5)
+    stream.give_back(5)
+    stream.take(5)
+    stream.give_back(5)
+    stream.give_back(3)
+    stream.take(3)
+    assert take(stream, 3) == [4, 5, 6]
+    assert stream.cursor == 0
+
+
+def test_skipped_draws_stay_skipped_over_a_resume() -> None:
+    first = PromptStream(3, seed=0)
+    take(first, 5)
+    first.ledger.skip(1, "reward raised")
+    first.ledger.skip(4, "timed out")
+    first.mark_trained([0])
+    assert first.cursor == 2
+    resumed = PromptStream(3, seed=0)
+    resumed.load_state_dict(first.state_dict())
+    assert take(resumed, 3) == [2, 3, 5]
+    assert resumed.ledger.skipped == {1: "reward raised", 4: "timed out"}
+
+
+def test_a_state_of_an_older_version_loads() -> None:
+    stream = PromptStream(5, seed=0)
+    stream.load_state_dict({"cursor": 1, "trained": [2], "num_rows": 5, "seed": 0, "shuffle": True})
+    assert take(stream, 3) == [1, 3, 4]
+    assert stream.ledger.counts()["trained"] == 2
+
+
+@pytest.mark.parametrize("key", ["cursor", "trained", "num_rows", "seed", "shuffle"])
+def test_a_state_without_a_key_is_refused_and_nothing_changes(key: str) -> None:
+    stream = PromptStream(5, seed=0)
+    stream.mark_trained(take(stream, 2))
+    state = PromptStream(5, seed=0).state_dict()
+    del state[key]
+    before = stream.state_dict()
+    with pytest.raises(CheckpointError, match=key) as caught:
+        stream.load_state_dict(state)
+    assert "\n" not in str(caught.value)
+    assert stream.state_dict() == before
 
 
 def test_no_rows() -> None:

