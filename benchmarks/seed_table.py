@@ -10,16 +10,12 @@ lambda 1, advantages whitened. Exact match there is sampled at temperature 1 on 
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import ROOT, fit
 
-ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "sloppy_sort"))
 
 NO_CRITIC = [
@@ -42,29 +38,17 @@ class Outcome:
     """Mean of the last five steps."""
 
 
-def fit(config: str, seed: int, extra: list[str]) -> Outcome:
+def measure(config: str, seed: int, extra: list[str]) -> Outcome:
     """Run the command line once."""
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        command = [sys.executable, "-m", "lightning_ppo.cli", "fit", f"--config=configs/{config}.yaml"]
-        command += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}", *extra]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        wall_s = time.perf_counter() - start
-        (events,) = Path(folder).rglob("events.out.tfevents.*")
-        log = EventAccumulator(str(events), size_guidance={"scalars": 0})
-        log.Reload()
-
-        def scalars(name: str) -> list[float]:
-            return [event.value for event in log.Scalars(name)]
-
-        variance = scalars("critic/explained_variance")[-5:]
-        return Outcome(
-            seed,
-            wall_s,
-            scalars("rollout/reward_mean"),
-            scalars("val/reward_mean")[-1],
-            sum(variance) / len(variance),
-        )
+    run = fit(config, seed, extra)
+    variance = run.scalars["critic/explained_variance"][-5:]
+    return Outcome(
+        seed,
+        run.wall_s,
+        run.scalars["rollout/reward_mean"],
+        run.scalars["val/reward_mean"][-1],
+        sum(variance) / len(variance),
+    )
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
@@ -77,7 +61,7 @@ def quickstart(seeds: list[int], figure: str | None) -> None:
     outcomes = []
     print("seed  first 5  step of >.9  last 5  greedy validation  wall s  5-step means at 5, 15, ...", flush=True)
     for seed in seeds:
-        run = fit("quickstart", seed, [])
+        run = measure("quickstart", seed, [])
         outcomes.append(run)
         means = smooth(run.reward)
         hit = next((i + 5 for i, mean in enumerate(means) if mean > 0.9), None)
@@ -125,7 +109,7 @@ def offset(seeds: list[int], rates: list[float]) -> None:
             for r in rates
         ]
         for name, extra in kinds:
-            run = fit("offset", seed, extra)
+            run = measure("offset", seed, extra)
             exact = run.validation - shift
             print(
                 f"{seed:4d}  {name:22s}  {exact:11.3f}  {run.explained_variance:18.2f}  {run.wall_s:6.0f}", flush=True

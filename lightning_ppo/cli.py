@@ -270,7 +270,7 @@ class PPOCLI(LightningCLI):
         folder = self.trainer.log_dir
         if not self.trainer.loggers or folder is None:
             return "no logger, no files"
-        names = ("checkpoints", "config.yaml", "train.log", "engine.log", "chunks.jsonl", "samples.md")
+        names = ("checkpoints", "config.yaml", "train.log", "engine.log", "schedule.jsonl", "samples.md")
         found = [name for name in names if (Path(folder) / name).exists()]
         return f"files in {folder}: {', '.join(['TensorBoard events', *found])}"
 

@@ -8,12 +8,18 @@ from torch import nn
 from lightning_ppo.errors import EngineError
 
 
+def tied_names(model: nn.Module) -> set[str]:
+    """Names of parameters that are another parameter under a second name, which need not be sent."""
+    first = {name for name, _ in model.named_parameters()}
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+
+
 def check_complete(model: nn.Module, loaded: set[str], layer_info: Callable[[nn.Module], Any], linear: type) -> None:
     """Check an update before its layers are finished.
 
     Args:
         model: vLLM's model, its layers waiting for tensors or done.
-        loaded: Names of the model's parameters that the update brought at least a part of.
+        loaded: Names of the model's parameters that the update brought at least a part of, or need not bring.
         layer_info: vLLM's bookkeeping of a layer; `can_load()` is true while it waits for more.
         linear: vLLM's base class of linear layers. Several tensors (q, k and v) may make up one of its parameters.
             Embeddings are padded, so that they may wait for ever.

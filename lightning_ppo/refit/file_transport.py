@@ -1,5 +1,6 @@
 """Weights through files in a folder that trainer and servers share: any hosts, no rendezvous."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -7,6 +8,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lightning_ppo.errors import EngineError
@@ -56,9 +58,10 @@ class FileTransport:
             save_file(weights.tensors(bucket), hidden)
             # A reader sees the whole file or none.
             hidden.replace(path)
-        except OSError as error:
-            hidden.unlink(missing_ok=True)
-            why = error.strerror or str(error)
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                hidden.unlink()
+            why = getattr(error, "strerror", None) or str(error)
             raise EngineError(
                 f"transfer_folder={self._folder.parent} cannot take {path.name} ({why}); make room or set another"
             ) from None

@@ -57,7 +57,7 @@ class HostWeights:
         return self._shared.layout.num_bytes
 
     def fill(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[Bucket]:
-        """Copy tensors in, and yield each bucket as soon as it is complete.
+        """Copy tensors in, and yield each bucket when it is complete and one more tensor, or the end, was found good.
 
         Until the last bucket was yielded and asked for the next, `version` is None: half an update is no policy.
 
@@ -73,14 +73,18 @@ class HostWeights:
         home = {slot.name: bucket for bucket in self.buckets for slot in bucket.slots}
         waits = {bucket.index: len(bucket.slots) for bucket in self.buckets}
         missing = dict.fromkeys(home)
+        complete: Bucket | None = None
         for name, tensor in weights:
             self._write(name, tensor, missing)
+            if complete is not None:
+                yield complete
             bucket = home[name]
             waits[bucket.index] -= 1
-            if waits[bucket.index] == 0:
-                yield bucket
+            complete = bucket if waits[bucket.index] == 0 else None
         if missing:
             raise EngineError(f"weights={next(iter(missing))} is missing; send the same tensors in every update")
+        if complete is not None:
+            yield complete
         self.version = version
 
     def tensors(self, bucket: Bucket) -> dict[str, Tensor]:

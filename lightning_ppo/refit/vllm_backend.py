@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.compatibility import EXPECTED, check_policy
-from lightning_ppo.refit.completeness import check_complete
+from lightning_ppo.refit.completeness import check_complete, tied_names
 from lightning_ppo.refit.incoming import Incoming
 
 BACKEND = "lightning_ppo"
@@ -98,7 +98,8 @@ def make_backend() -> type:
 
         def start_weight_update(self) -> None:
             """Make every layer wait for its new tensors."""
-            self._loaded = set()
+            # A tied head is its embedding's tensor, until the reload makes two of them.
+            self._loaded = tied_names(self.model)
             for layer in self.model.modules():
                 # What a failed update left behind would be taken for a part of this one.
                 info = self._vllm.layerwise_info(layer)

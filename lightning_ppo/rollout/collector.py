@@ -3,23 +3,42 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lightning_ppo.batch import Prompt, PromptGroup, Trajectory
+from lightning_ppo.batch import PromptGroup
 from lightning_ppo.errors import CheckpointError, RolloutError
 from lightning_ppo.rollout.config import RolloutConfig
-from lightning_ppo.rollout.engine import Engine, SamplingParams
+from lightning_ppo.rollout.engine import Engine
+from lightning_ppo.rollout.failures import FailureBudget
+from lightning_ppo.rollout.group_record import GroupRecord
 from lightning_ppo.rollout.loop_thread import LoopThread
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.pump import Pump
+from lightning_ppo.rollout.recorded_run import RecordedRun
+from lightning_ppo.rollout.regeneration import refresh
 from lightning_ppo.rollout.replay import ReplayBuffer
 from lightning_ppo.rollout.responses import Responder
 from lightning_ppo.rollout.reward import RewardFunction
-from lightning_ppo.rollout.sample_job import SampleJob
-from lightning_ppo.rollout.samplers import Sampler
+from lightning_ppo.rollout.sample_job import SampleJobs
+from lightning_ppo.rollout.sampler_protocol import Sampler
 from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.rollout.selection import Selection
+from lightning_ppo.rollout.snapshot import Snapshots, rollout_fingerprint
 from lightning_ppo.rollout.stream import PromptStream
+from lightning_ppo.rollout.watchdog import Watchdog
+from lightning_ppo.rollout.windows import VersionWindow
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Groups that a PPO step trains next."""
+
+    groups: tuple[PromptGroup, ...]
+    """In draw order; empty only when the step lost its last groups for good."""
+    groups_in_step: int
+    """Groups that the step has in all, as far as is known now."""
 
 
 class Collector:
@@ -28,7 +47,7 @@ class Collector:
     Args:
         engine: Generates.
         prompts: The data set.
-        stream: Order of the prompts, and what was trained.
+        stream: Order of the prompts, and what became of each.
         reward: Rewards responses.
         sampler: When groups may be dispatched, and which a step may train.
         config: Sizes, sampling, deadlines.
@@ -37,6 +56,9 @@ class Collector:
         align: Every chunk is a multiple of this many groups, see `group_alignment`.
         stop_token_ids: Tokens that end a training response.
         schedule: Recorded chunks to use; None: those of `config.replay_chunks`, or whatever is finished.
+        recorded: An earlier run to be repeated, whose sampler and chunks the other arguments are.
+        warmup_steps: PPO steps that leave the policy as it is.
+        directory: Where the journal goes; None keeps none.
 
     Raises:
         ConfigError: the buffer is smaller than the sampler needs, or `num_prompts_per_step` is no multiple of `align`.
@@ -57,33 +79,56 @@ class Collector:
         align: int = 1,
         stop_token_ids: tuple[int, ...],
         schedule: ChunkSchedule | None = None,
+        recorded: RecordedRun | None = None,
+        warmup_steps: int = 0,
+        directory: Path | None = None,
     ) -> None:
         self._engine = engine
-        self._prompts = prompts
         self._stream = stream
         self._sampler = sampler
         self._config = config
         self._run_seed = run_seed
+        self._window = VersionWindow.of(config, warmup_steps)
         self._buffer = ReplayBuffer(config.buffer_capacity, config.num_generations_per_prompt)
         self._selection = Selection(self._buffer, sampler, config, align, schedule)
         self._responder = Responder(engine, reward, tokenizer)
+        self._budget = FailureBudget(config.failures)
         self._pump = Pump(
             buffer=self._buffer,
             prompts=prompts,
             stream=stream,
             sampler=sampler,
             responder=self._responder,
+            budget=self._budget,
             config=config,
             sampling=config.training_sampling(stop_token_ids),
             run_seed=run_seed,
+            on_commit=lambda group: self._snapshots.append(group),
+            recorded=recorded,
         )
+        self._snapshots = Snapshots(
+            buffer=self._buffer,
+            prompts=prompts,
+            stream=stream,
+            pump=self._pump,
+            budget=self._budget,
+            sampler=sampler,
+            config=config,
+            window=self._window,
+            fingerprint=rollout_fingerprint(prompts, run_seed, config.training_sampling(stop_token_ids)),
+            directory=directory,
+        )
+        self._watchdog = Watchdog(config.timeout_s, config.failures.stall_action, self._describe)
         self._thread = LoopThread("rollout-collector", self._crashed)
+        self.jobs = SampleJobs(self._thread, engine, self._responder, run_seed, self._check)
+        """Responses outside of training."""
         self._failure: BaseException | None = None
         self._started = False
-        self._jobs = 0
+        self._waits = 0
+        self._claimed: dict[int, GroupRecord] = {}
 
     def open(self) -> None:
-        """Start the event loop; `start` and `sample` do it themselves.
+        """Start the event loop; `start` and `jobs` do it themselves.
 
         Raises:
             RolloutError: the collector is closed.
@@ -93,34 +138,58 @@ class Collector:
     def start(self, ppo_step: int, version: int) -> None:
         """Start generating for PPO step `ppo_step` on policy `version`, which the engine must serve already.
 
+        Rollouts of a loaded state that are still of use are taken over; what was in flight is generated again.
+
         Raises:
             RolloutError: it was started before, or is closed.
+            CheckpointError: the journal beside the checkpoint is damaged.
         """
         if self._started:
             raise RolloutError("the rollout collector was started already; build a new one for another run")
-        self._started = True
-        self._sampler.seed_dispatch(ppo_step, version)
         self._pump.version = version
+        restored = self._snapshots.restore(ppo_step, version)
+        self._started = True
+        self._sampler.seed_dispatch(ppo_step, version, restored)
         self._thread.submit(self._run_pump())
+
+    # ------------------------------------------------------------------ weight updates
+
+    def drain(self, poll: Callable[[], None], poll_s: float = 0.2) -> None:
+        """Dispatch nothing new until the next `publish_version`, and wait until no response is being generated.
+
+        Args:
+            poll: Called at once and then at least every `poll_s` seconds; what it raises propagates.
+            poll_s: See `poll`; the engine's health is checked as often.
+
+        Raises:
+            RolloutError: responses were still being generated after `timeout_s`; the message names them.
+            BaseException: what made the rollouts fail, itself.
+        """
+        if self._started:
+            timeout_s = self._config.timeout_s
+            self._thread.wait(
+                self._pump.drain(), self._responder.describe, timeout_s, lambda: self._check(poll), poll_s
+            )
 
     def publish_version(self, version: int) -> None:
         """Tell the admission gate that the engine serves `version` now; does not block."""
         self._pump.version = version
-        self._thread.call(self._pump.wake)
+        oldest = self._window.oldest_allowed(version)
+        self._thread.call(lambda: self._pump.on_version(oldest))
 
-    def next_groups(
-        self, ppo_step: int, remaining: int, poll: Callable[[], None], poll_s: float = 0.2
-    ) -> tuple[PromptGroup, ...]:
+    # ------------------------------------------------------------------ chunks
+
+    def next_groups(self, ppo_step: int, consumed: int, poll: Callable[[], None], poll_s: float = 0.2) -> Claim:
         """Wait for the next chunk of a PPO step and claim it.
 
         Args:
             ppo_step: The step that trains it.
-            remaining: Groups of this step that were not handed out yet.
+            consumed: Groups of this step that were handed out already.
             poll: Called at once and then at least every `poll_s` seconds, without any lock; what it raises propagates.
             poll_s: See `poll`; the engine's health is checked as often.
 
         Returns:
-            The groups in dispatch order. They keep their buffer slots until `release`.
+            The groups in draw order. They keep their buffer slots until `release`.
 
         Raises:
             RolloutError: no group was finished for `timeout_s`, or the collector is not running.
@@ -129,9 +198,9 @@ class Collector:
         """
         if not self._started:
             raise RolloutError("rollouts were not started; call start first")
-        self._selection.check(ppo_step, remaining)
-        began_s = time.monotonic()
-        poll_due_s = began_s
+        self._selection.check(ppo_step, self._config.num_prompts_per_step - consumed)
+        self._waits += 1
+        poll_due_s = time.monotonic()
         while True:
             if time.monotonic() >= poll_due_s:
                 self._check(poll)
@@ -139,89 +208,70 @@ class Collector:
             with self._buffer.changed:
                 if self._failure is not None:
                     raise self._failure
-                groups = self._selection.pick(ppo_step, remaining, self._pump.version)
-                if groups:
-                    self._buffer.claim(groups)
-                    return groups
-                now = time.monotonic()
-                idle_s = now - max(began_s, self._buffer.last_commit_s)
-                if idle_s >= self._config.timeout_s:
-                    raise RolloutError(
-                        f"no prompt group was finished for timeout_s={self._config.timeout_s:g}; "
-                        f"{self._buffer.describe()}, dispatch waits for {self._pump.waiting_for}; "
-                        "look at the engine's log, or set a longer timeout_s"
-                    )
-                self._buffer.changed.wait(max(0.0, min(poll_due_s - now, self._config.timeout_s - idle_s)))
+                # a group may be lost for good while the step waits for it
+                size = self._config.num_prompts_per_step - self._pump.dropped[ppo_step]
+                if refresh(self._buffer, self._stream, self._pump, self._sampler, self._window, ppo_step):
+                    self._thread.call(self._pump.wake)
+                groups = ()
+                if consumed < size:
+                    groups = self._selection.pick(ppo_step, size - consumed, self._pump.version)
+                if groups or consumed >= size:
+                    self._claim(groups)
+                    return Claim(groups, size)
+                self._watchdog.progress(self._pump.commits, self._waits)
+                self._watchdog.check()
+                left_s = min(poll_due_s - time.monotonic(), self._watchdog.left_s)
+                self._buffer.changed.wait(max(0.0, left_s))
 
-    def release(self, draws: Iterable[int]) -> None:
+    def release(self, draws: Iterable[int]) -> list[GroupRecord]:
         """Record claimed groups as trained and free their slots.
+
+        Returns:
+            What to write into the run's schedule about them.
 
         Raises:
             ValueError: a draw is not being trained; nothing changes.
         """
         trained = tuple(draws)
-        self._buffer.release(trained)
-        self._stream.mark_trained(trained)
+        with self._buffer.changed:
+            self._buffer.release(trained)
+            self._stream.ledger.train(trained)
         self._thread.call(self._pump.wake)
+        return [self._claimed.pop(draw) for draw in trained]
 
-    def abandon(self) -> None:
-        """Make every claimed group ready again: the step that claimed it failed."""
-        self._buffer.unclaim()
-
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed_namespace: str,
-        num_samples: int = 1,
-        sampling: SamplingParams,
-        timeout_s: float,
-        poll: Callable[[], None] = lambda: None,
-        poll_s: float = 0.2,
-    ) -> list[Trajectory]:
-        """Sample and reward responses outside of training: no slot, seed or draw of the rollouts is touched.
-
-        Args:
-            prompts: What to answer; seeds depend on (run seed, namespace, row, sample index) only.
-            seed_namespace: For example `validate`.
-            num_samples: Responses per prompt.
-            sampling: How to sample.
-            timeout_s: Deadline for all responses together.
-            poll: See `next_groups`.
-            poll_s: See `next_groups`.
-
-        Returns:
-            `len(prompts) * num_samples` trajectories, prompt by prompt.
-
-        Raises:
-            RolloutError: not all were finished in time, or the collector is closed.
-            EngineError: the engine failed.
-            RewardError: see `RewardFunction`.
-        """
-        self._jobs += 1
-        job = SampleJob(self._responder, prompts, seed_namespace, num_samples, sampling, self._run_seed, self._jobs)
-        return self._thread.wait(job.run(), f"{seed_namespace} responses", timeout_s, lambda: self._check(poll), poll_s)
+    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: the prompt stream's ledger and the fingerprint of the prompts."""
-        return {"stream": self._stream.state_dict(), "prompts": self._prompts.fingerprint}
+        """Return what a resumed run needs: the ledger of prompts, finished groups, and what was in flight."""
+        return self._snapshots.save()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the first untrained prompt; before `start`.
+        """Continue where `state` was saved; before `start`, which takes the rollouts over.
 
         Raises:
-            CheckpointError: the state was saved with other prompts, seed or shuffle setting, or rollouts run already.
+            CheckpointError: the state is damaged, or was saved with other prompts, seed or shuffle setting, or rollouts
+                run already; nothing was loaded.
         """
         if self._started:
             raise CheckpointError("rollouts run already; load the checkpoint before they start")
-        if state["prompts"] != self._prompts.fingerprint:
-            raise CheckpointError("the prompts differ from those of the checkpoint; resume with the same data set")
-        self._stream.load_state_dict(state["stream"])
+        self._snapshots.load(state)
+
+    def checkpointed(self, ppo_step: int) -> None:
+        """A checkpoint of this PPO step is being written: older parts of the journal are no longer needed."""
+        self._snapshots.trim(ppo_step)
 
     def close(self) -> None:
         """Cancel everything and end the thread within seconds; safe to call twice."""
         self._fail(RolloutError("the rollout collector is closed"))
         self._thread.close()
+        self._snapshots.close()
+
+    # ------------------------------------------------------------------
+
+    def _claim(self, groups: Sequence[PromptGroup]) -> None:
+        self._buffer.claim(groups)
+        self._stream.ledger.claim([group.draw for group in groups])
+        self._claimed.update({group.draw: GroupRecord.of(group) for group in groups})
 
     async def _run_pump(self) -> None:
         try:
@@ -231,9 +281,14 @@ class Collector:
         except BaseException as error:
             self._fail(error)
 
+    def _describe(self) -> str:
+        return f"{self._buffer.describe()}, dispatch waits for {self._pump.waiting_for}"
+
     def _check(self, poll: Callable[[], None]) -> None:
         poll()
         self._engine.check_health()
+        if self._failure is not None:
+            raise self._failure
 
     def _crashed(self, error: BaseException) -> None:
         failure = RolloutError(f"the rollout thread stopped ({type(error).__name__}: {error})")

@@ -58,7 +58,7 @@ class RolloutConfig:
         journal: Append finished groups to the run's folder as they arrive, so that a kill between two checkpoints does
             not lose them.
         record_rollouts: Keep the whole journal: `replay_schedule` can then repeat a run without generating.
-        replay_chunks: A `chunks.jsonl` of an earlier run: every step uses the chunks recorded there.
+        replay_chunks: A `schedule.jsonl` of an earlier run: every step uses the chunks recorded there.
         replay_schedule: A `schedule.jsonl` of an earlier run: repeat its admissions, versions and chunks exactly.
     """
 

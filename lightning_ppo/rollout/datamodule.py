@@ -1,8 +1,8 @@
 """RolloutDataModule: prompts and a reward in, chunks of rewarded responses out, on every rank."""
 
+import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,25 +12,26 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_ppo.batch import Chunk, Prompt, Trajectory
+from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.errors import RolloutError
 from lightning_ppo.ranks import Relay
+from lightning_ppo.rollout.assembly import SCHEDULE, RunPlace, build_collector, build_engine
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
-from lightning_ppo.rollout.engine import Engine, PolicySpec
+from lightning_ppo.rollout.engine import Engine, Generation, GenerationRequest, PolicySpec
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
-from lightning_ppo.rollout.local import LocalEngine
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.reward import RewardFunction
-from lightning_ppo.rollout.samplers import make_sampler
 from lightning_ppo.rollout.schedule import ChunkSchedule
-from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
-from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.trainer_process import TrainerProcess
+from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.validation import check_choice, reject, require
+
+log = logging.getLogger(__name__)
 
 Rows = str | Path | Sequence[Mapping[str, Any]]
 
@@ -51,6 +52,7 @@ class RolloutDataModule(L.LightningDataModule):
         engine: What generates: `local`, the built-in engine in a process of its own, or `vllm`.
         local: Settings of the built-in engine.
         vllm: Settings of generation by vLLM servers.
+        ray: Where Ray places vLLM servers (`vllm.placement: ray`) and reward workers (`rollout.reward_workers`).
     """
 
     def __init__(
@@ -62,20 +64,21 @@ class RolloutDataModule(L.LightningDataModule):
         engine: Literal["local", "vllm"] = "local",
         local: LocalEngineConfig = LocalEngineConfig(),  # noqa: B008 - frozen
         vllm: VLLMConfig = VLLMConfig(),  # noqa: B008 - frozen
+        ray: RayConfig = RayConfig(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
+        check_choice("engine", engine, ("local", "vllm"))
+        unused: tuple[str, Any, Any] = ("vllm", vllm, VLLMConfig())
+        if engine == "vllm":
+            unused = ("local", local, LocalEngineConfig())
+        if unused[1] != unused[2]:
+            raise reject(unused[0], unused[1], f"is not read by engine={engine}", f"set engine={unused[0]}, or drop it")
         self.prompts: Rows = prompts
         self.validation_prompts: Rows | None = validation_prompts
         self.reward = reward
         self.rollout = rollout
-        check_choice("engine", engine, ("local", "vllm"))
-        unused, default = (
-            ("vllm", vllm != VLLMConfig()) if engine == "local" else ("local", local != LocalEngineConfig())
-        )
-        if default:
-            raise reject(unused, "(set)", f"is not read by engine={engine}", f"set engine={unused}, or drop it")
-        self.engine = engine
         self.engine_config: LocalEngineConfig | VLLMConfig = local if engine == "local" else vllm
+        self.ray_config = ray
         self.run_seed = rollout.seed if rollout.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._train_set: PromptSet | None = None
         self._validation_set: PromptSet | None = None
@@ -83,30 +86,30 @@ class RolloutDataModule(L.LightningDataModule):
         """State of the last run's collector, for a save after `fit` and for another `fit` that goes on."""
         self._engine: Engine | None = None
         self._collector: Collector | None = None
-        self._tokenizer: Any = None
+        self._remote_reward: Any = None
         self._stop_token_ids: tuple[int, ...] = ()
         self._engine_is_up = self._has_rollouts = False
-        self._threads: int | None = None
+        self._process: TrainerProcess | None = None
         self._directory: Path | None = None
 
     # ------------------------------------------------------------------ set-up
 
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
-        directory = self._directory
-        return LocalEngine(self.engine_config, None if directory is None else directory / "engine.log")
+        return build_engine(self.engine_config, self.ray_config, self.rollout, self._directory, log.info)
 
     def alignment(self, ranks: int) -> int:
         """Groups that every chunk must be a multiple of, so that each rank gets the same number of rows."""
         return group_alignment(generations=self.rollout.num_generations_per_prompt, dp_sizes=(ranks,))
 
-    def prepare(self, tokenizer: Any, max_context_tokens: int, vocabulary: int) -> None:
+    def prepare(self, tokenizer: Any, max_context_tokens: int, vocabulary: int, warmup_steps: int = 0) -> None:
         """Load and check all prompts, and the reward's signature. Nothing is started.
 
         Args:
             tokenizer: The policy's tokenizer.
             max_context_tokens: The policy's context.
             vocabulary: The policy's vocabulary size.
+            warmup_steps: PPO steps that leave the policy as it is.
 
         Raises:
             DataError: a row cannot be used.
@@ -115,44 +118,58 @@ class RolloutDataModule(L.LightningDataModule):
         size, why = len(tokenizer), f"is more tokens than the policy's {vocabulary}"
         require(size <= vocabulary, "tokenizer", size, why, "use the policy's own")
         longest = max_context_tokens - self.rollout.max_response_tokens
-        self._tokenizer = tokenizer
         self._train_set = PromptSet(self.prompts, tokenizer, longest)
-        self._reward = RewardFunction(self.reward, self._train_set.columns, self.rollout.reward_timeout_s)
+        timeout_s = self.rollout.reward_timeout_s
+        reward = RewardFunction(self.reward, self._train_set.columns, timeout_s)
         if self.validation_prompts is not None:
             self._validation_set = PromptSet(self.validation_prompts, tokenizer, longest)
-            RewardFunction(self.reward, self._validation_set.columns, self.rollout.reward_timeout_s)
+            RewardFunction(self.reward, self._validation_set.columns, timeout_s)
         ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self._stop_token_ids = ends if self.rollout.stop_token_ids is None else self.rollout.stop_token_ids
         # a collective, so it is asked for here and not by rank 0 alone
         self._directory = self._run_directory()
-        if self._trainer().is_global_zero:
-            self._engine = self.make_engine()
-            self._collector = Collector(
-                self._engine,
-                self._train_set,
-                PromptStream(len(self._train_set), self.run_seed, self.rollout.shuffle),
-                self._reward,
-                make_sampler(self.rollout),
-                self.rollout,
-                tokenizer=tokenizer,
-                run_seed=self.run_seed,
-                align=self.alignment(self._trainer().world_size),
-                stop_token_ids=self._stop_token_ids,
-            )
-            if self._position and self._trainer().global_step > 0:
-                self._collector.load_state_dict(self._position)
-
-    def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Start generation's process with the policy's weights; nothing happens if it runs already."""
-        if self._threads is None and self.engine_config.trainer_threads is not None:
-            self._threads = torch.get_num_threads()
-            torch.set_num_threads(self.engine_config.trainer_threads)
-        if self._engine is None or self._collector is None or self._engine_is_up:
+        if not self._trainer().is_global_zero:
             return
-        self._collector.open()
-        self._engine.start(spec)
-        self._engine.update_weights(weights, policy_version)
+        if self.rollout.reward_workers > 0:
+            from lightning_ppo.rollout.ray.rewards import RemoteReward
+
+            self._remote_reward = RemoteReward(self.reward, self.rollout.reward_workers, self.ray_config)
+            reward = RewardFunction(self._remote_reward, self._train_set.columns, timeout_s)
+        self._engine = self.make_engine()
+        self._collector = build_collector(
+            self._engine,
+            self._train_set,
+            reward,
+            self.rollout,
+            RunPlace(self.run_seed, self._trainer().world_size, warmup_steps, self._directory),
+            tokenizer=tokenizer,
+            stop_token_ids=self._stop_token_ids,
+            is_reproducible=not isinstance(self.engine_config, VLLMConfig),
+        )
+        if self._position and self._trainer().global_step > 0:
+            self._collector.load_state_dict(self._position)
+
+    def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> bool:
+        """Start generation's processes with the policy's weights, unless they run already. A collective.
+
+        Returns:
+            Whether they were started now.
+        """
+        if self._engine_is_up:
+            return False
+        self._process = TrainerProcess.confine(self.engine_config)
+
+        def work(poll: Callable[[], None]) -> None:
+            if self._engine is not None:
+                self._rank_zero_collector().open()
+                if self._remote_reward is not None:
+                    self._remote_reward.start()
+                self._engine.start(spec)
+                self._engine.update_weights(weights, policy_version)
+
+        self._relay().run(work)
         self._engine_is_up = True
+        return True
 
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
         """Start generating for training."""
@@ -166,33 +183,77 @@ class RolloutDataModule(L.LightningDataModule):
             if self._has_rollouts:
                 self._position = self._collector.state_dict()
             self._collector.close()
-        if self._engine is not None:
-            self._engine.close()
-        self._collector = self._engine = None
+        for part in (self._engine, self._remote_reward):
+            if part is not None:
+                part.close()
+        self._collector = self._engine = self._remote_reward = None
         self._engine_is_up = self._has_rollouts = False
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
-            self._threads = None
+        if self._process is not None:
+            self._process.release()
+            self._process = None
 
     # ------------------------------------------------------------------ what the PPO step asks for
 
     def refit(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Make the engine serve new weights (none: just the number), then let rollouts of that version start."""
-        if self._engine is not None and self._collector is not None:
-            self._engine.update_weights(weights, policy_version)
-            self._collector.publish_version(policy_version)
+        """Make the engine serve new weights (none: just the number), then let rollouts of that version start.
 
-    def release(self, draws: Sequence[int]) -> None:
-        """Give the places of trained groups back."""
-        if self._collector is not None:
-            self._collector.release(draws)
+        A collective. Without `in_flight_weight_updates`, responses in flight are finished first.
+        """
 
-    def record_chunks(self, ppo_step: int, chunks: Sequence[tuple[int, ...]]) -> None:
-        """Append the step's chunk boundaries to `chunks.jsonl` in the run's folder."""
-        directory = self._directory
-        if self._trainer().is_global_zero and directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            ChunkSchedule.append(directory / "chunks.jsonl", ppo_step, chunks)
+        def work(poll: Callable[[], None]) -> None:
+            collector = self._rank_zero_collector()
+            if not self.rollout.in_flight_weight_updates or self.rollout.replay_schedule is not None:
+                collector.drain(poll)
+            if self._engine is not None:
+                self._engine.update_weights(weights, policy_version)
+            collector.publish_version(policy_version)
+
+        self._relay().run(work)
+
+    @property
+    def refit_tolerance(self) -> float | None:
+        """Largest difference of a probe's log-probs that proves a refit; None where none is needed."""
+        return self.engine_config.tolerance if isinstance(self.engine_config, VLLMConfig) else None
+
+    def any_prompt(self) -> Prompt:
+        """Return a prompt to probe with."""
+        prompts = self._train_set or self._validation_set
+        if prompts is None:
+            raise RolloutError("rollouts are not set up; run Trainer.fit, validate or predict")
+        return prompts[0]
+
+    def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
+        """Have every replica of the engine answer the same request. A collective."""
+        timeout_s = self.rollout.timeout_s
+        return self._relay().run(lambda poll: self._rank_zero_collector().jobs.probe(request, timeout_s, poll))
+
+    def sleep(self) -> None:
+        """Take the engine off the training device (`rollout.colocated`). A collective."""
+
+        def work(poll: Callable[[], None]) -> None:
+            self._rank_zero_collector().drain(poll)
+            if self._engine is not None:
+                self._engine.sleep()
+
+        self._relay().run(work)
+
+    def wake(self) -> None:
+        """Give the engine the device again; `refit` must follow. A collective."""
+        self._relay().run(lambda poll: None if self._engine is None else self._engine.wake())
+
+    def release(self, ppo_step: int, chunks: Sequence[tuple[int, ...]]) -> None:
+        """Give the places of trained groups back, and write the step into the run's schedule.
+
+        Args:
+            ppo_step: The step that trained them.
+            chunks: Draws of each of its chunks.
+        """
+        if self._collector is None:
+            return
+        records = self._collector.release([draw for chunk in chunks for draw in chunk])
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            ChunkSchedule.append(self._directory / SCHEDULE, ppo_step, chunks, records)
 
     def sample(self, prompts: Sequence[Prompt], *, namespace: str, num_samples: int = 1) -> list[Trajectory]:
         """Sample responses outside of training, with the validation sampling settings. A collective.
@@ -204,7 +265,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
 
         def work(poll: Callable[[], None]) -> list[Trajectory]:
-            return self._rank_zero_collector().sample(
+            return self._rank_zero_collector().jobs.sample(
                 prompts,
                 seed_namespace=namespace,
                 num_samples=num_samples,
@@ -219,7 +280,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def train_dataloader(self) -> ChunkLoader:
-        return ChunkLoader(self._chunks)
+        return ChunkLoader(lambda: self._trainer().global_step, self._next_share)
 
     @override
     def val_dataloader(self) -> PromptBatches | list[Prompt]:
@@ -234,49 +295,33 @@ class RolloutDataModule(L.LightningDataModule):
         """Leave rows on the host; micro-batches move when they are trained."""
         return batch
 
-    def position(self) -> dict[str, Any]:
-        """Return which prompts were trained, for a checkpoint: plain numbers and lists.
+    def position(self, ppo_step: int) -> dict[str, Any]:
+        """Return what became of every prompt, and finished rollouts, for a checkpoint of `ppo_step`.
 
         Not Lightning's `state_dict`, which is stored under the class's name: a renamed subclass would lose its place.
         """
-        return self._position if self._collector is None else self._collector.state_dict()
+        if self._collector is None:
+            return self._position
+        self._collector.checkpointed(ppo_step)
+        return self._collector.state_dict()
 
     def load_position(self, position: dict[str, Any]) -> None:
-        """Continue with the first untrained prompt.
+        """Continue where a checkpoint was saved.
 
         Raises:
-            CheckpointError: the position belongs to other prompts, or to another seed or shuffle setting.
+            CheckpointError: the position is damaged, or belongs to other prompts, or to another seed or shuffle setting.
         """
         if self._collector is not None and self._trainer().state.fn == TrainerFn.FITTING:
             self._collector.load_state_dict(position)
             self._position = position
 
-    def _chunks(self) -> Iterator[Chunk]:
-        size = self.rollout.num_prompts_per_step
-        ppo_step, dispatched, index = self._trainer().global_step, 0, 0
-        while dispatched < size:
-            start = time.perf_counter()
-            share = self._next_share(ppo_step, size - dispatched)
-            dispatched += len(share.draws)
-            yield Chunk(
-                ppo_step=ppo_step,
-                index=index,
-                rows=share.rows,
-                draws=share.draws,
-                groups_dispatched=dispatched,
-                groups_per_step=size,
-                wait_s=time.perf_counter() - start,
-                generation_s=share.generation_s,
-            )
-            index += 1
-
-    def _next_share(self, ppo_step: int, remaining: int) -> Share:
+    def _next_share(self, ppo_step: int, consumed: int) -> Share:
         """Wait for a chunk on rank 0 and deal it out. A collective."""
         trainer = self._trainer()
 
         def work(poll: Callable[[], None]) -> list[Share]:
-            groups = self._rank_zero_collector().next_groups(ppo_step, remaining, poll)
-            return deal(groups, trainer.world_size)
+            claim = self._rank_zero_collector().next_groups(ppo_step, consumed, poll)
+            return deal(claim.groups, trainer.world_size, claim.groups_in_step)
 
         return self._relay().run(work)[trainer.global_rank]
 

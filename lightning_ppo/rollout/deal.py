@@ -15,14 +15,17 @@ class Share:
     """Draws of all groups of the chunk."""
     generation_s: tuple[float, ...]
     """Seconds from dispatch to commit of each group."""
+    groups_in_step: int
+    """Groups that the PPO step has in all."""
 
 
-def deal(groups: Sequence[PromptGroup], ranks: int) -> list[Share]:
+def deal(groups: Sequence[PromptGroup], ranks: int, groups_in_step: int) -> list[Share]:
     """Give every rank the same number of rows of similar lengths; no row twice, none left over.
 
     Args:
         groups: The chunk's groups in draw order; `ranks` divides their rows (see `group_alignment`).
         ranks: Data-parallel ranks.
+        groups_in_step: Groups that the PPO step has in all.
     """
     rows = [row for group in groups for row in group.trajectories]
     if len(rows) % ranks:
@@ -31,4 +34,4 @@ def deal(groups: Sequence[PromptGroup], ranks: int) -> list[Share]:
         rows.sort(key=lambda row: (row.num_tokens, row.sample_id))
     draws = tuple(group.draw for group in groups)
     seconds = tuple(group.generation_s for group in groups)
-    return [Share(tuple(rows[rank::ranks]), draws, seconds) for rank in range(ranks)]
+    return [Share(tuple(rows[rank::ranks]), draws, seconds, groups_in_step) for rank in range(ranks)]

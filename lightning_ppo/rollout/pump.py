@@ -1,36 +1,45 @@
 """The rollout pump: admits, dispatches and commits prompt groups for as long as training goes on."""
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
-
-from lightning_ppo.batch import Prompt
+from lightning_ppo.batch import PromptGroup, Trajectory
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.engine import SamplingParams
+from lightning_ppo.rollout.failures import FailureBudget
+from lightning_ppo.rollout.group_task import DroppedPrompt, GroupTask
 from lightning_ppo.rollout.prompts import PromptSet
-from lightning_ppo.rollout.replay import ReplayBuffer
+from lightning_ppo.rollout.recorded_run import RecordedRun
+from lightning_ppo.rollout.replay import PendingGroup, ReplayBuffer
 from lightning_ppo.rollout.responses import Responder, first_error
-from lightning_ppo.rollout.samplers import Admission, Sampler
-from lightning_ppo.rollout.stream import PromptStream, sample_seed
+from lightning_ppo.rollout.sampler_protocol import Admission, Sampler
+from lightning_ppo.rollout.stream import PromptStream
+
+DRAIN_POLL_S = 0.002
+"""How often a drain looks at what is still being generated."""
 
 
 class Pump:
-    """Per group, in this order: admission by the sampler, a buffer slot, an in-flight permit, dispatch, commit.
+    """Dispatches groups through four gates: weight update, in-flight permit, buffer slot, admission by the sampler.
 
     Runs in the collector's event loop. Permits are not counted separately: the buffer's slots and the set of running
-    tasks are the count, so they return on every path, a task that was cancelled before it started included.
+    tasks are the count, so they return on every path, a task that was cancelled before it started included. Groups
+    that have a slot already (restored, or generated again) go before new ones and need no admission.
 
     Args:
         buffer: Where groups go.
         prompts: The data set.
-        stream: Which prompt is next.
+        stream: Which prompt is next, and what became of each.
         sampler: When it may be dispatched.
         responder: Generates and rewards.
+        budget: What follows a failure.
         config: Group size and limits.
         sampling: How training responses are sampled.
         run_seed: Seed of the run.
+        on_commit: Called with every finished group.
+        recorded: An earlier run to be repeated.
     """
 
     def __init__(
@@ -41,29 +50,86 @@ class Pump:
         stream: PromptStream,
         sampler: Sampler,
         responder: Responder,
+        budget: FailureBudget,
         config: RolloutConfig,
         sampling: SamplingParams,
         run_seed: int,
+        on_commit: Callable[[PromptGroup], None],
+        recorded: RecordedRun | None = None,
     ) -> None:
         self._buffer = buffer
         self._prompts = prompts
         self._stream = stream
         self._sampler = sampler
         self._responder = responder
-        self._group_size = config.num_generations_per_prompt
-        self._inflight_capacity = config.inflight_capacity
+        self._budget = budget
+        self._config = config
         self._sampling = sampling
         self._run_seed = run_seed
+        self._on_commit = on_commit
+        self._recorded = recorded
         self._wake = asyncio.Event()
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[int, tuple[asyncio.Task[None], GroupTask]] = {}
+        """Tasks by draw."""
+        self._outdated: set[int] = set()
+        """Draws whose task was cancelled to start again on newer weights."""
+        self._again: deque[tuple[PendingGroup, Mapping[int, Trajectory]]] = deque()
+        """Groups with a slot that wait for their dispatch, with the responses they have already."""
+        self._is_held = False
         self.version = 0
-        """The published policy version; the trainer's thread sets it, then has `wake` called in the loop."""
+        """The published policy version; the trainer's thread sets it, then has `on_version` called in the loop."""
+        self.commits = 0
+        self.dropped: Counter[int | None] = Counter()
+        """Groups that each PPO step has lost for good (`failures.drop=skip`)."""
         self.waiting_for = "its start"
         """What keeps the next group from being dispatched, for messages."""
 
     def wake(self) -> None:
-        """Look at the gates again: a version was published, or slots were freed."""
+        """Look at the gates again: slots were freed, or there are groups to be generated again."""
         self._wake.set()
+
+    async def drain(self) -> None:
+        """Dispatch nothing until a version is published, and return when nothing is being generated."""
+        self._is_held = True
+        while not self._is_drained:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def on_version(self, oldest_allowed: int) -> None:
+        """A version was published: dispatch again, and start over what would be too old when it is finished.
+
+        Args:
+            oldest_allowed: The oldest version that may still be trained.
+        """
+        self._is_held = False
+        for slot in self._buffer.pending():
+            aborts = self._sampler.aborts_inflight(slot.start_version, self.version)
+            if slot.draw in self._running and (aborts or slot.start_version < oldest_allowed):
+                self._outdated.add(slot.draw)
+                self._running[slot.draw][0].cancel()
+        self.wake()
+
+    def dispatch_again(self, slot: PendingGroup, finished: Mapping[int, Trajectory]) -> None:
+        """Generate a group that has a slot already; from any thread, followed by `wake` in the loop.
+
+        Args:
+            slot: The group.
+            finished: Responses that it has already.
+        """
+        self._again.append((slot, finished))
+
+    def finished_siblings(self, draw: int) -> dict[int, Trajectory]:
+        """Return the finished responses of a group in flight; from any thread."""
+        running = self._running.get(draw)
+        if running is not None:
+            return dict(running[1].finished)
+        return next((dict(finished) for slot, finished in tuple(self._again) if slot.draw == draw), {})
+
+    @property
+    def _is_drained(self) -> bool:
+        # a repeated run may only go on when everything of this version was dispatched
+        if self._recorded is not None and not (self._recorded.is_done(self.version) and not self._again):
+            return False
+        return not self._responder.generating
 
     async def run(self) -> None:
         """Dispatch groups until cancelled.
@@ -75,63 +141,118 @@ class Pump:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
-                    admission = await self._admission()
-                    await self._until("a buffer slot", lambda: self._buffer.has_room)
-                    await self._until("an in-flight permit", lambda: len(self._running) < self._inflight_capacity)
-                    self._dispatch(groups, admission)
+                    # Whatever opens a gate changes its state first and sets the event later, in this loop.
+                    self._wake.clear()
+                    if not self._dispatch(groups):
+                        await self._wake.wait()
         except BaseExceptionGroup as group:
             failure = first_error(group)
         raise failure
 
-    def _dispatch(self, groups: asyncio.TaskGroup, admission: Admission) -> None:
-        draw = self._stream.next_draw()
-        prompt = self._prompts[self._stream.row_of(draw)]
-        group_id = self._buffer.reserve(draw, prompt, self.version, admission.target_step)
-        task = groups.create_task(self._group(group_id, draw, prompt))
-        self._running.add(task)
-        task.add_done_callback(partial(self._finished, group_id))
-
-    async def _group(self, group_id: str, draw: int, prompt: Prompt) -> None:
-        prompt_ids = torch.tensor(prompt.token_ids, dtype=torch.int64)
-        failure: BaseException | None = None
-        try:
-            async with asyncio.TaskGroup() as samples:
-                responses = []
-                for index in range(self._group_size):
-                    name = f"{group_id}_g{index}"
-                    seed = sample_seed(self._run_seed, draw, index)
-                    responses.append(self._responder.respond(prompt, prompt_ids, name, name, self._sampling, seed))
-                tasks = [samples.create_task(response) for response in responses[1:]]
-                # this task would only wait: with one response per group that halves the tasks
-                first = await responses[0]
-        except BaseExceptionGroup as group:
-            failure = first_error(group)
-        if failure is not None:
-            raise failure
-        self._buffer.commit(group_id, [first, *(task.result() for task in tasks)], self.version)
-
-    def _finished(self, group_id: str, task: "asyncio.Task[None]") -> None:
-        self._running.discard(task)
-        if task.cancelled() or task.exception() is not None:
-            self._buffer.remove(group_id)
-        self._wake.set()
-
-    async def _admission(self) -> Admission:
-        found: list[Admission] = []
-
-        def ask() -> bool:
+    def _dispatch(self, groups: asyncio.TaskGroup) -> bool:
+        """Dispatch one group if every gate is open."""
+        if self._is_held and self._recorded is None:
+            self.waiting_for = "the weight update"
+        elif len(self._running) >= self._config.inflight_capacity:
+            self.waiting_for = "an in-flight permit"
+        elif self._again:
+            self._start(groups, *self._again.popleft())
+            return True
+        elif not self._buffer.has_room:
+            self.waiting_for = "a buffer slot"
+        else:
             admission = self._sampler.admit(self.version)
             if admission is not None:
-                found.append(admission)
-            return admission is not None
+                self._start_new(groups, admission)
+                return True
+            self.waiting_for = "the next policy version"
+        return False
 
-        await self._until("the next policy version", ask)
-        return found[0]
+    def _start_new(self, groups: asyncio.TaskGroup, admission: Admission) -> None:
+        # one state for whoever takes a snapshot: the draw is handed out and has its slot
+        with self._buffer.changed:
+            draw = self._next_draw(admission)
+            slot = self._reserve(draw, admission.target_step)
+        recorded = None if self._recorded is None else self._recorded.group(draw)
+        if recorded is not None:
+            self._commit(slot, recorded.trajectories)
+        else:
+            self._start(groups, slot, {})
 
-    async def _until(self, what: str, is_open: Callable[[], bool]) -> None:
-        # Whatever opens a gate changes its state first and sets the event later, in this loop: nothing is missed.
-        while not is_open():
-            self.waiting_for = what
-            self._wake.clear()
-            await self._wake.wait()
+    def _next_draw(self, admission: Admission) -> int:
+        if admission.draw is None:
+            return self._stream.next_draw()
+        self._stream.take(admission.draw)
+        return admission.draw
+
+    def _reserve(self, draw: int, target_step: int | None) -> PendingGroup:
+        prompt = self._prompts[self._stream.row_of(draw)]
+        self._buffer.reserve(draw, prompt, self.version, target_step)
+        self._stream.ledger.dispatch(draw)
+        return self._buffer.pending_group(draw)
+
+    def _start(self, groups: asyncio.TaskGroup, slot: PendingGroup, finished: Mapping[int, Trajectory]) -> None:
         self.waiting_for = "nothing"
+        size = self._config.num_generations_per_prompt
+        work = GroupTask(
+            self._responder,
+            slot.prompt,
+            slot.draw,
+            slot.group_id,
+            self._sampling,
+            size,
+            self._run_seed,
+            self._budget,
+            finished,
+        )
+        names = [f"{slot.group_id}_g{index}" for index in range(size) if index not in work.finished]
+        self._responder.announce(names)
+        task = groups.create_task(self._group(slot, work))
+        self._running[slot.draw] = task, work
+        task.add_done_callback(partial(self._ended, slot, names))
+
+    async def _group(self, slot: PendingGroup, work: GroupTask) -> None:
+        try:
+            trajectories = await work.run()
+        except DroppedPrompt as dropped:
+            self._drop(slot, dropped.reason)
+            return
+        self._budget.committed(slot.draw)
+        self._commit(slot, trajectories)
+
+    def _commit(self, slot: PendingGroup, trajectories: tuple[Trajectory, ...]) -> None:
+        with self._buffer.changed:
+            group = self._buffer.commit(slot.group_id, trajectories, self.version)
+            self._stream.ledger.finish(slot.draw)
+            self.commits += 1
+        if self._recorded is not None:
+            self._recorded.check(group)
+        self._on_commit(group)
+
+    def _drop(self, slot: PendingGroup, reason: str) -> None:
+        with self._buffer.changed:
+            self._buffer.remove(slot.group_id)
+            self._stream.ledger.skip(slot.draw, reason)
+            if self._config.failures.drop == "replace":
+                replacement = self._reserve(self._stream.next_draw(), slot.target_step)
+            else:
+                self.dropped[slot.target_step] += 1
+                self._buffer.changed.notify_all()
+                return
+        self._again.append((replacement, {}))
+
+    def _ended(self, slot: PendingGroup, names: list[str], task: "asyncio.Task[None]") -> None:
+        self._responder.forget(names)
+        del self._running[slot.draw]
+        failed = task.cancelled() or task.exception() is not None
+        if slot.draw in self._outdated:
+            self._outdated.discard(slot.draw)
+            # it may have been finished in the same turn of the loop: then its age decides as for any other
+            if failed:
+                with self._buffer.changed:
+                    again = self._buffer.regenerate(slot.draw, self.version)
+                    self._stream.ledger.regenerate(slot.draw)
+                self._again.append((again, {}))
+        elif failed:
+            self._buffer.remove(slot.group_id)
+        self._wake.set()

@@ -162,7 +162,7 @@ def _again(item: PendingDraw, limits: _Limits) -> PendingDraw:
         return oldest <= low and high <= limits.policy_version
 
     finished = {index: row for index, row in item.finished.items() if fits(row)}
-    start_version = min(item.start_version, limits.policy_version) if True else limits.policy_version
+    start_version = min(item.start_version, limits.policy_version) if finished else limits.policy_version
     return dataclasses.replace(item, finished=finished, start_version=start_version)
 
 

@@ -14,6 +14,8 @@ class Admission:
 
     target_step: int | None
     """The PPO step that must train the group, or None for any."""
+    draw: int | None = None
+    """The very draw to dispatch; None: the next one of the prompt stream."""
 
 
 @dataclass(frozen=True)

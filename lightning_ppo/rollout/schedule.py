@@ -1,4 +1,4 @@
-"""The chunk boundaries of a run, one line per PPO step: written while it trains, replayed for a bitwise equal run."""
+"""The schedule of a run, one line per PPO step: written while it trains, replayed for a bitwise equal run."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ppo.errors import DataError
+from lightning_ppo.rollout.group_record import GroupRecord
 
 Chunks = tuple[tuple[int, ...], ...]
 """Draws of each chunk of one PPO step, chunks in training order."""
@@ -25,16 +26,18 @@ class ChunkSchedule:
 
     @classmethod
     def load(cls, path: str | Path) -> "ChunkSchedule":
-        """Read a `chunks.jsonl`. A step that stands there twice (a run that was resumed) counts as its last line says.
+        """Read a `schedule.jsonl`. A step that stands there twice (a run that was resumed) counts as its last line says.
 
         Raises:
             DataError: the file cannot be read, or a line is not
-                `{"ppo_step": s, "chunks": [[draw, ...], ...]}` with whole numbers, every draw once, no empty chunk.
+                `{"ppo_step": s, "chunks": [[draw, ...], ...], ...}` with whole numbers, every draw once, no empty chunk.
         """
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"replay_chunks={path} cannot be read ({error}); give the chunks.jsonl of a run") from error
+            raise DataError(
+                f"replay_chunks={path} cannot be read ({error}); give the schedule.jsonl of a run"
+            ) from error
         steps: dict[int, Chunks] = {}
         for number, line in enumerate(lines, 1):
             try:
@@ -46,9 +49,20 @@ class ChunkSchedule:
         return cls(steps, str(path))
 
     @staticmethod
-    def append(path: str | Path, ppo_step: int, chunks: Iterable[Sequence[int]]) -> None:
-        """Append the chunks of one finished PPO step to `path`, creating the file if need be."""
-        line = json.dumps({"ppo_step": ppo_step, "chunks": [list(chunk) for chunk in chunks]})
+    def append(
+        path: str | Path, ppo_step: int, chunks: Iterable[Sequence[int]], groups: Iterable[GroupRecord] = ()
+    ) -> None:
+        """Append one finished PPO step to `path`, creating the file if need be.
+
+        Args:
+            path: The file.
+            ppo_step: The step.
+            chunks: Draws of each of its chunks.
+            groups: What `RecordedRun` needs about each of its groups.
+        """
+        row: dict[str, Any] = {"ppo_step": ppo_step, "chunks": [list(chunk) for chunk in chunks]}
+        records = [record.as_row() for record in groups]
+        line = json.dumps(row | {"groups": records} if records else row)
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -93,8 +107,8 @@ class ChunkSchedule:
 
 
 def _parse(row: Any) -> tuple[int, Chunks]:
-    if not isinstance(row, dict) or set(row) != {"ppo_step", "chunks"}:
-        raise ValueError("not an object with exactly the keys ppo_step and chunks")
+    if not isinstance(row, dict) or set(row) - {"groups"} != {"ppo_step", "chunks"}:
+        raise ValueError("not an object with the keys ppo_step and chunks")
     step, chunks = row["ppo_step"], row["chunks"]
     if not _is_count(step):
         raise ValueError(f"ppo_step={step!r} is not a whole number >= 0")

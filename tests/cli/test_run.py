@@ -52,7 +52,7 @@ def test_fit_says_what_happens(fitted):
     assert steps == ["PPO step 1/5", "PPO step 2/5", "PPO step 4/5", "PPO step 5/5"]
     assert lines[-1] == (
         f"finished 5 PPO steps; files in {folder}: TensorBoard events, checkpoints, config.yaml, train.log, "
-        "engine.log, chunks.jsonl, samples.md"
+        "engine.log, schedule.jsonl, samples.md"
     )
 
 

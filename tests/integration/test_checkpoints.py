@@ -170,7 +170,7 @@ def test_streaming_resume_is_bitwise_equal_when_chunks_are_replayed(make_run, tm
         logger=CSVLogger(tmp_path),
     )
     first.fit()
-    recorded = Path(first.trainer.log_dir) / "chunks.jsonl"
+    recorded = Path(first.trainer.log_dir) / "schedule.jsonl"
     assert len(recorded.read_text().splitlines()) == 4
     replay = {**STREAMING, "replay_chunks": str(recorded)}
     again = make_run(4, rollout=replay)

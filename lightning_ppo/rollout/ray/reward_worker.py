@@ -1,6 +1,7 @@
 """What runs in a reward worker's process, and what travels between it and the trainer."""
 
 import asyncio
+import importlib
 import inspect
 import numbers
 import os
@@ -54,8 +55,7 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
         """Describe an error."""
-        import ray.cloudpickle as cloudpickle
-
+        cloudpickle: Any = importlib.import_module("ray.cloudpickle")
         try:
             pickled = cloudpickle.dumps(error)
         except Exception:
@@ -112,7 +112,8 @@ class RewardWorker:
         """Tell that the worker runs."""
         import ray
 
-        return Loaded(os.getpid(), ray.util.get_node_ip_address(), self._failure)
+        util: Any = ray.util
+        return Loaded(os.getpid(), util.get_node_ip_address(), self._failure)
 
     async def call(self, arguments: dict[str, Any]) -> float | Failure:
         """Call the function with these arguments, by name."""

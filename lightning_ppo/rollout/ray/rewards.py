@@ -1,11 +1,12 @@
 """The user's reward function in Ray actors, called like the function itself."""
 
 import asyncio
+import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from lightning_ppo.rollout.ray.reward_worker import Failure, RewardCode, is_asyn
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.reward import resolve_reward
 from lightning_ppo.validation import check_count, reject
-
-_log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 """Workers that may die under a call."""
@@ -34,7 +33,7 @@ class RemoteReward:
     A call that is still running after `timeout_s`, counted from its start and without its wait for a worker, ends in
     `TimeoutError`; if it goes on for 5 s more, its worker is replaced. So is a worker that dies. Calls that a worker
     took with it are made again by another one, unless it was the third. Cancelling the awaiting task cancels an
-    asynchronous call in its worker; a synchronous one that has begun cannot be interrupted, and is timed like any other.
+    asynchronous call in its worker; a synchronous one that has begun cannot be interrupted, and keeps its deadline.
     """
 
     def __init__(
@@ -71,6 +70,7 @@ class RemoteReward:
             why, instead = "has no signature to inspect", "wrap it in a Python function"
             raise reject("reward", self.__qualname__, why, instead) from error
         self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
         self._is_asynchronous = is_asynchronous(function)
         self._pool = RewardPool(
             runtime,
@@ -103,23 +103,32 @@ class RemoteReward:
     async def _call(self, arguments: dict[str, Any]) -> float:
         import ray
 
-        for attempt in range(1, _ATTEMPTS + 1):
+        deaths = 0
+        while True:
             worker = await self._acquire()
-            reference = worker.actor.call.remote(arguments)
+            try:
+                reference = worker.actor.call.remote(arguments)
+            except BaseException:
+                # The arguments cannot be pickled.
+                self._pool.release(worker)
+                raise
             running: Future[Any] = reference.future()
-            running.add_done_callback(lambda _, worker=worker: self._pool.release(worker))
+            running.add_done_callback(partial(self._on_end, worker))
             try:
                 answer = await self._wait(worker, reference, running)
             except ray.exceptions.RayActorError as error:
                 why = f"died: {_cause_of_death(error)}"
                 self._pool.replace(worker, why)
-                if attempt == _ATTEMPTS:
+                deaths += 1
+                if deaths == _ATTEMPTS:
                     raise EngineError(f"its worker died {_ATTEMPTS} times ({worker} {why})") from error
                 continue
+            except ray.exceptions.RayTaskError as error:
+                # Outside of the function, for example when the worker unpickled the arguments.
+                raise error.cause from error
             if isinstance(answer, Failure):
                 raise answer.rebuild()
             return answer
-        raise AssertionError
 
     async def _acquire(self) -> Worker:
         """A worker that is ready, with a call counted there."""
@@ -127,17 +136,22 @@ class RemoteReward:
             worker = await self._pool.acquire()
             if worker.ready.done() and worker.ready.exception() is None:
                 return worker
+            is_ready = False
             try:
                 # Only a replacement is not ready yet. Its start has no share in the deadline.
-                await asyncio.wait([_observed(worker.ready)])
-            except BaseException:
-                self._pool.release(worker)
-                raise
-            error = worker.ready.exception()
-            if error is None:
-                return worker
-            self._pool.release(worker)
-            self._pool.replace(worker, f"died before it was ready: {first_line(error)}")
+                done, _ = await asyncio.wait([_observed(worker.ready)], timeout=self._start_timeout_s)
+                if not done:
+                    self._pool.replace(worker, f"did not start within {self._start_timeout_s:g} s")
+                elif (error := worker.ready.exception()) is not None:
+                    self._pool.replace(worker, f"died before it was ready: {first_line(error)}")
+                elif (failure := worker.ready.result().failure) is not None:
+                    raise failure.rebuild()
+                else:
+                    is_ready = True
+                    return worker
+            finally:
+                if not is_ready:
+                    self._pool.release(worker)
 
     async def _wait(self, worker: Worker, reference: Any, running: Future[Any]) -> Any:
         import ray
@@ -157,6 +171,9 @@ class RemoteReward:
             elif self._is_asynchronous:
                 ray.cancel(reference)
 
+    def _on_end(self, worker: Worker, _: Future[Any]) -> None:
+        self._pool.release(worker)
+
     def _check_hang(self, worker: Worker, running: Future[Any]) -> None:
         if not running.done():
             self._pool.replace(worker, f"hangs: a call has not ended {_GRACE_S:g} s after its deadline")
@@ -175,8 +192,7 @@ def _code(reward: Callable[..., Any] | str, name: str) -> RewardCode:
         where, _, function = reward.rpartition(":")
         path = f"{Path(where).resolve()}:{function}" if where.endswith(".py") else reward
         return RewardCode(None, path, search_path)
-    import ray.cloudpickle as cloudpickle
-
+    cloudpickle: Any = importlib.import_module("ray.cloudpickle")
     try:
         return RewardCode(cloudpickle.dumps(reward), None, search_path)
     except Exception as error:

@@ -143,7 +143,7 @@ class RayRuntime:
                 f"{self._wanted_by}: Ray did not start: {why}; see {folder}/session_latest/logs"
             ) from error
         raise EngineError(
-            f"ray.address={self.config.address} cannot be used: {why}; start Ray there and on this machine, or correct it"
+            f"ray.address={self.config.address} cannot be used: {why}; start Ray there and here, or correct it"
         ) from error
 
     def _live(self, settings: dict[str, Any]) -> None:

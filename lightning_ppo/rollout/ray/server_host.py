@@ -1,9 +1,10 @@
-"""One server and the actor around it, as the actor's own process sees them. Ray runs this class on the server's node."""
+"""One server and its actor, as the actor's own process sees them. Ray runs this class on the server's node."""
 
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning_ppo.errors import EngineError
 from lightning_ppo.rollout.vllm.launch import Command
@@ -67,7 +68,8 @@ class ServerHost:
         self._problem: str | None = None
         if what.hides_gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        host = ray.util.get_node_ip_address()
+        util: Any = ray.util
+        host = util.get_node_ip_address()
         try:
             port = ReservedPort(host)
             try:

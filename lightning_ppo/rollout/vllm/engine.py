@@ -18,7 +18,7 @@ from lightning_ppo.rollout.vllm.dispatch import Dispatcher
 from lightning_ppo.rollout.vllm.examine import examine
 from lightning_ppo.rollout.vllm.fleet import Fleet, Progress
 from lightning_ppo.rollout.vllm.generation import GenerationClient
-from lightning_ppo.rollout.vllm.launch import Command, Launcher, SubprocessLauncher
+from lightning_ppo.rollout.vllm.launch import Command, Launcher, SubprocessLauncher, check_cores
 from lightning_ppo.rollout.vllm.member import Member
 from lightning_ppo.rollout.vllm.server_arguments import ServerCommand, uses_cuda
 from lightning_ppo.rollout.vllm.transports import make_transport
@@ -64,6 +64,8 @@ class VLLMEngine:
             EngineError: the transport cannot work on this machine.
             ConfigError: this machine lacks one of `config.cores`.
         """
+        if not config.is_external and make_launcher is None:
+            check_cores(config.cores)
         self.fleet: Fleet[Control] | None = None
         self._config = config
         self._log_folder = log_folder

@@ -13,7 +13,7 @@ from lightning_ppo.refit.incoming import ABANDON
 from lightning_ppo.refit.transport import Lanes, WeightTransport, remaining
 from lightning_ppo.rollout.vllm.control import Control, RefusedError
 
-_ABANDON_S = 5.0
+_ABANDON_S = 2.0
 
 Failures = dict[str, EngineError]
 """What went wrong, by the name of the server's control."""

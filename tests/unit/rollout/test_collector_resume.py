@@ -84,7 +84,7 @@ def test_recorded_chunks_are_replayed_whatever_finishes_first(build, train, tmp_
     settings: dict[str, Any] = {"min_groups_for_streaming_train": 1, "num_prompts_per_step": 6}
     collector, engine = build(FakeEngine(delay_s=jitter), **settings)
     recorded = train(collector, engine, range(3), 6)
-    path = tmp_path / "chunks.jsonl"
+    path = tmp_path / "schedule.jsonl"
     for step, chunks in enumerate(recorded):
         ChunkSchedule.append(path, step, draws(chunks))
     for delay_s in (0.0, lambda request: 0.01 - jitter(request)):

@@ -7,7 +7,7 @@ from lightning_ppo.rollout.schedule import ChunkSchedule
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
-    path = tmp_path / "chunks.jsonl"
+    path = tmp_path / "schedule.jsonl"
     ChunkSchedule.append(path, 0, [(1, 0), (2, 3)])
     ChunkSchedule.append(path, 1, [[4, 5, 6, 7]])
     schedule = ChunkSchedule.load(path)
@@ -18,14 +18,14 @@ def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_last_line_of_a_repeated_step_counts(tmp_path: Path) -> None:
-    path = tmp_path / "chunks.jsonl"
+    path = tmp_path / "schedule.jsonl"
     ChunkSchedule.append(path, 0, [(0, 1)])
     ChunkSchedule.append(path, 0, [(0,), (1,)])
     assert ChunkSchedule.load(path).chunks_of(0) == ((0,), (1,))
 
 
 def test_missing_step_names_step_and_file(tmp_path: Path) -> None:
-    path = tmp_path / "chunks.jsonl"
+    path = tmp_path / "schedule.jsonl"
     ChunkSchedule.append(path, 0, [(0,)])
     with pytest.raises(DataError, match=r"chunks\.jsonl has no PPO step 7"):
         ChunkSchedule.load(path).chunks_of(7)
@@ -48,7 +48,7 @@ def test_missing_step_names_step_and_file(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "chunks.jsonl"
+    path = tmp_path / "schedule.jsonl"
     path.write_text('{"ppo_step": 0, "chunks": [[0]]}\n' + line + "\n")
     with pytest.raises(DataError, match=r"chunks\.jsonl line 2: [^\n]*$"):
         ChunkSchedule.load(path)

@@ -1,0 +1,222 @@
+"""What a checkpoint holds of the rollouts, and what a resumed run takes over from it and from the journal."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_ppo.batch import PromptGroup
+from lightning_ppo.errors import CheckpointError
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.engine import SamplingParams
+from lightning_ppo.rollout.failures import FailureBudget
+from lightning_ppo.rollout.journal import Journal
+from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.rollout.pump import Pump
+from lightning_ppo.rollout.replay import ReplayBuffer
+from lightning_ppo.rollout.restore import plan_restore
+from lightning_ppo.rollout.sampler_protocol import Sampler
+from lightning_ppo.rollout.saved_rollouts import PendingDraw, SavedRollouts, decode_rollouts, encode_rollouts
+from lightning_ppo.rollout.stream import PromptStream
+from lightning_ppo.rollout.windows import VersionWindow
+
+_log = logging.getLogger(__name__)
+
+JOURNAL = "journal"
+"""Folder of the journal in a run's folder."""
+
+
+def rollout_fingerprint(prompts: PromptSet, run_seed: int, sampling: SamplingParams) -> str:
+    """Say what must agree for a rollout to be used in another run."""
+    return f"{prompts.fingerprint} seed={run_seed} {sampling}"
+
+
+class Snapshots:
+    """Saves the rollouts of a run and puts them back.
+
+    Args:
+        buffer: Holds the groups.
+        prompts: The data set.
+        stream: Knows what became of each prompt.
+        pump: Generates what has to be generated again.
+        budget: Counts dropped prompts.
+        sampler: Whose groups they are.
+        config: Settings.
+        window: How old a rollout may be.
+        fingerprint: See `rollout_fingerprint`.
+        directory: The run's folder; None keeps no journal.
+    """
+
+    def __init__(
+        self,
+        *,
+        buffer: ReplayBuffer,
+        prompts: PromptSet,
+        stream: PromptStream,
+        pump: Pump,
+        budget: FailureBudget,
+        sampler: Sampler,
+        config: RolloutConfig,
+        window: VersionWindow,
+        fingerprint: str,
+        directory: Path | None,
+    ) -> None:
+        self._buffer = buffer
+        self._prompts = prompts
+        self._stream = stream
+        self._pump = pump
+        self._budget = budget
+        self._sampler = sampler
+        self._config = config
+        self._window = window
+        self._fingerprint = fingerprint
+        self._directory = None if directory is None or not config.journal else directory / JOURNAL
+        self._journal: Journal | None = None
+        if self._directory is not None:
+            self._journal = Journal(self._directory, fingerprint, config.record_rollouts)
+        self._loaded: dict[str, Any] | None = None
+        """What `load` got, until `restore` has put it back."""
+        self._saved = SavedRollouts()
+        self._checkpoints: deque[int] = deque(maxlen=2)
+
+    def append(self, group: PromptGroup) -> None:
+        """Put a finished group into the journal."""
+        if self._journal is not None:
+            self._journal.append(group, self._pump.version)
+
+    def trim(self, ppo_step: int) -> None:
+        """Drop parts of the journal that neither the checkpoint of this step, now written, nor the last one needs."""
+        self._checkpoints.append(ppo_step)
+        if self._journal is not None and len(self._checkpoints) == self._checkpoints.maxlen:
+            self._journal.trim(self._checkpoints[0])
+
+    def save(self) -> dict[str, Any]:
+        """Return everything for a checkpoint, at one moment; groups in training count as ready."""
+        if self._loaded is not None:
+            return self._loaded
+        with self._buffer.changed:
+            ready = sorted((*self._buffer.ready(), *self._buffer.claimed_groups()), key=lambda group: group.draw)
+            in_flight = [
+                PendingDraw(
+                    slot.draw,
+                    slot.prompt.row,
+                    slot.target_step,
+                    slot.start_version,
+                    self._pump.finished_siblings(slot.draw),
+                )
+                for slot in self._buffer.pending()
+            ]
+            lineage = None if self._journal is None else self._journal.lineage
+            group_size = self._config.num_generations_per_prompt
+            return {
+                "stream": self._stream.state_dict(),
+                "prompts": self._prompts.fingerprint,
+                "fingerprint": self._fingerprint,
+                "sampler": self._config.sampler,
+                "dropped": self._budget.state_dict(),
+                "journal": "" if self._directory is None else str(self._directory.absolute()),
+                "rollouts": encode_rollouts(ready, in_flight, self._prompts, group_size, lineage),
+            }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Check everything, then continue with the saved ledger; `restore` puts the rollouts back.
+
+        Raises:
+            CheckpointError: the state is damaged, or belongs to other prompts, seed or shuffle setting; nothing was
+                loaded.
+        """
+        if state.get("prompts") != self._prompts.fingerprint:
+            raise CheckpointError("the prompts differ from those of the checkpoint; resume with the same data set")
+        before = self._stream.state_dict()
+        self._stream.load_state_dict(state.get("stream", {}))
+        try:
+            saved = self._decode(state)
+            if "dropped" in state:
+                self._budget.load_state_dict(state["dropped"])
+        except CheckpointError:
+            self._stream.load_state_dict(before)
+            raise
+        self._saved = saved
+        self._loaded = dict(state)
+
+    def restore(self, ppo_step: int, version: int) -> list[int | None]:
+        """Put the loaded rollouts back, as far as they are of use.
+
+        Args:
+            ppo_step: The step that trains next.
+            version: The policy version that it trains.
+
+        Returns:
+            The target step of every group that has a slot now.
+
+        Raises:
+            CheckpointError: the journal beside the checkpoint is damaged; `restore=none` does without it.
+        """
+        if self._loaded is None:
+            return []
+        config, saved = self._config, self._saved
+        plan = plan_restore(
+            saved.ready,
+            self._read_journal(),
+            saved.in_flight,
+            is_done=self._stream.ledger.is_done,
+            ppo_step=ppo_step,
+            policy_version=version,
+            window=self._window,
+            mode=config.restore,
+            groups_per_step=config.num_prompts_per_step,
+            capacity=config.buffer_capacity,
+            group_size=config.num_generations_per_prompt,
+        )
+        with self._buffer.changed:
+            for group in plan.ready:
+                self._stream.take(group.draw)
+                self._stream.ledger.dispatch(group.draw)
+                self._stream.ledger.finish(group.draw)
+                self._buffer.restore(group)
+            for item in plan.pending:
+                self._stream.take(item.draw)
+                self._stream.ledger.dispatch(item.draw)
+                start = item.start_version if item.finished else version
+                slot = self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
+                self._pump.dispatch_again(slot, item.finished)
+        if self._journal is not None:
+            self._journal.fork(plan.ready, ppo_step, saved.lineage, version)
+        self._loaded, self._saved = None, SavedRollouts()
+        if plan.ready or plan.pending:
+            _log.info("took over %d finished groups; %d are generated again", len(plan.ready), len(plan.pending))
+        return [item.target_step for item in (*plan.ready, *plan.pending)]
+
+    def close(self) -> None:
+        """Close the journal; safe to call twice."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def _decode(self, state: Mapping[str, Any]) -> SavedRollouts:
+        config = self._config
+        if config.restore == "none" or "rollouts" not in state:
+            return SavedRollouts()
+        size = config.num_generations_per_prompt
+        saved = decode_rollouts(state["rollouts"], self._prompts, size, self._stream.row_of)
+        why = ""
+        if state["sampler"] != config.sampler:
+            why = f"they were drawn by sampler={state['sampler']}, this run has {config.sampler}"
+        elif not self._sampler.capabilities.supports_restore:
+            why = f"sampler={config.sampler} cannot take them over"
+        elif state["fingerprint"] != self._fingerprint:
+            why = "they were sampled with other settings"
+        if why:
+            _log.warning("saved rollouts are generated again: %s", why)
+            return SavedRollouts(lineage=saved.lineage)
+        return saved
+
+    def _read_journal(self) -> list[PromptGroup]:
+        folder = (self._loaded or {}).get("journal")
+        unwanted = self._config.restore == "none" or not self._saved.lineage
+        if not folder or unwanted or not self._sampler.capabilities.supports_restore:
+            return []
+        if not Path(folder).is_dir():
+            _log.info("journal %s is not there any more: what it held is generated again", folder)
+            return []
+        return Journal.read(Path(folder), self._fingerprint, self._prompts, self._saved.lineage)

@@ -1,0 +1,385 @@
+"""The whole engine: one real server, and fleets of pretended ones that fail."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
+from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
+from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.vllm.engine import VLLMEngine
+
+WEIGHTS = [("a.weight", torch.ones(3)), ("b.weight", torch.zeros(2, 2))]
+REQUEST = GenerationRequest("draw3_g1", (5, 6, 7), SamplingParams(8, stop_token_ids=(1,)), 7)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+@pytest.fixture
+def start_fakes(fake_server, make_spec, transfer_folder):
+    """An engine on pretended servers: `start_fakes(2, **settings)` gives the engine and the servers."""
+    engines = []
+
+    def start(count=2, **settings):
+        fakes = [fake_server() for _ in range(count)]
+        defaults = {
+            "transport": "file",
+            "transfer_folder": str(transfer_folder),
+            "update_timeout_s": 5.0,
+            "start_timeout_s": 5.0,
+            "probe_interval_s": 0.1,
+            "probe_timeout_s": 1.0,
+        }
+        engine = VLLMEngine(VLLMConfig(urls=tuple(f.url for f in fakes), **{**defaults, **settings}))
+        engines.append(engine)
+        engine.start(make_spec())
+        for fake in fakes:
+            fake.calls.clear()
+        return engine, fakes
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+REFIT = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+def test_update_is_the_same_steps_on_all_servers(start_fakes):
+    engine, fakes = start_fakes(2)
+    engine.update_weights(WEIGHTS, 1)
+    assert [fake.paths() for fake in fakes] == [REFIT, REFIT]
+    assert [fake.version for fake in fakes] == ["1", "1"]
+    assert [member.version for member in engine.fleet.serving()] == [1, 1]
+    answers = run(engine.probe(REQUEST))
+    assert {name: set(answer.policy_versions) for name, answer in answers.items()} == {f.url: {1} for f in fakes}
+
+
+def test_no_server_goes_on_before_all_have_loaded(start_fakes):
+    engine, (fast, slow) = start_fakes(2)
+    order = []
+    fast.answers["/resume"] = lambda body: order.append("fast goes on") or (200, {})
+
+    def finish(body):
+        time.sleep(0.3)
+        order.append("slow has loaded")
+        return slow.serve(body["weight_version"])
+
+    slow.answers["/finish_weight_update"] = finish
+    engine.update_weights(WEIGHTS, 1)
+    assert order == ["slow has loaded", "fast goes on"]
+
+
+def test_in_warmup_only_the_number_is_sent(start_fakes):
+    engine, fakes = start_fakes(2)
+    with pytest.raises(EngineError, match="send the whole state dict once"):
+        engine.update_weights((), 1)
+    engine.update_weights(WEIGHTS, 1)
+    for fake in fakes:
+        fake.calls.clear()
+    engine.update_weights((), 2)
+    assert [fake.calls[-1] for fake in fakes] == [("/update_weight_version", {"new_version": "2"})] * 2
+    assert [fake.paths() for fake in fakes] == [["/update_weight_version"]] * 2
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {2}
+
+
+def test_a_server_that_fails_a_refit_gets_the_weights_before_it_serves_again(start_fakes, caplog):
+    engine, (good, bad) = start_fakes(2, trust_after=1)
+    engine.update_weights(WEIGHTS, 1)
+    bad.answers["/update_weights"] = lambda body: (500, {"error": {"message": "no room"}})
+    engine.update_weights(WEIGHTS, 2)
+    assert "does not serve policy version 2" in caplog.text
+    assert "no room" in caplog.text
+    assert [member.url for member in engine.fleet.serving()] == [good.url]
+    assert set(run(engine.probe(REQUEST))) == {good.url}
+    # half an update is no policy: it was not let go on
+    assert bad.paths().count("/resume") == 1
+    bad.answers["/update_weights"] = (200, {})
+    deadline = time.monotonic() + 10
+    while len(engine.fleet.serving()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert bad.version == "2"
+    assert [path for path in bad.paths() if path in REFIT][-5:] == REFIT
+    assert set(run(engine.probe(REQUEST))) == {good.url, bad.url}
+
+
+def test_if_no_server_takes_the_weights_each_is_named(start_fakes):
+    engine, fakes = start_fakes(2)
+    for number, fake in enumerate(fakes):
+        fake.answers["/update_weights"] = (500, {"error": {"message": f"reason {number}"}})
+    with pytest.raises(EngineError, match="no vLLM server serves policy version 1") as caught:
+        engine.update_weights(WEIGHTS, 1)
+    for number, fake in enumerate(fakes):
+        assert f"{fake.url} answered POST /update_weights with 500: reason {number}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_refit_that_takes_too_long_is_an_error(start_fakes):
+    engine, (fake,) = start_fakes(1, update_timeout_s=0.5)
+    fake.answers["/update_weights"] = fake.hang
+    with pytest.raises(EngineError, match=r"did not answer POST /update_weights in time"):
+        engine.update_weights(WEIGHTS, 1)
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        (WEIGHTS[:1], "b.weight is missing"),
+        ([*WEIGHTS, ("c.weight", torch.ones(1))], "c.weight was not among the first weights"),
+        ([*WEIGHTS, WEIGHTS[0]], "a.weight comes twice"),
+        ([WEIGHTS[0], ("b.weight", torch.zeros(4))], r"b.weight is torch.float32\[4\] but was torch.float32\[2, 2\]"),
+        ([WEIGHTS[0], ("b.weight", torch.zeros(2, 2).int())], "b.weight is torch.int32"),
+    ],
+)
+def test_later_updates_carry_the_same_tensors(weights, reason, start_fakes):
+    engine, (fake,) = start_fakes(1)
+    engine.update_weights(WEIGHTS, 1)
+    fake.calls.clear()
+    with pytest.raises(EngineError, match=reason):
+        engine.update_weights(weights, 2)
+    # found before anything was held: the old weights go on being served
+    assert fake.paths() == []
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {1}
+    engine.update_weights(WEIGHTS, 2)
+    assert fake.version == "2"
+
+
+def test_requests_go_where_least_is_outstanding(start_fakes):
+    engine, fakes = start_fakes(2)
+    engine.update_weights(WEIGHTS, 1)
+    running, most, lock = [0, 0], [0, 0], threading.Lock()
+
+    def answer(index):
+        def generate(body):
+            with lock:
+                running[index] += 1
+                most[index] = max(most[index], running[index])
+            time.sleep(0.2)
+            with lock:
+                running[index] -= 1
+            return 200, fakes[index].response([5, 6, 1])
+
+        return generate
+
+    for index, fake in enumerate(fakes):
+        fake.answers["/inference/v1/generate"] = answer(index)
+
+    async def all_at_once():
+        return await asyncio.gather(*(engine.generate(REQUEST) for _ in range(8)))
+
+    assert len(run(all_at_once())) == 8
+    assert most == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        lambda fake: (500, {"error": {"message": "EngineCore encountered an issue"}}),
+        lambda fake: (200, fake.response([5, 6, 1], finish_reason="abort")),
+        lambda fake: (200, fake.response([5, 6, 1], finish_reason=None)),
+        lambda fake: None,
+    ],
+)
+def test_a_request_that_a_server_fails_is_sent_to_another(failure, start_fakes):
+    engine, (bad, good) = start_fakes(2)
+    engine.update_weights(WEIGHTS, 1)
+    bad.answers["/inference/v1/generate"] = lambda body: failure(bad)
+    answer = run(engine.generate(REQUEST))
+    assert answer.token_ids == (5, 6, 1)
+    assert answer.request_id == "draw3_g1"
+    first, second = (
+        next(body for path, body in fake.calls if path == "/inference/v1/generate") for fake in (bad, good)
+    )
+    assert first["sampling_params"] == second["sampling_params"]
+    assert first["sampling_params"]["seed"] == 7
+    assert first["request_id"] != second["request_id"]
+
+
+def test_a_request_that_is_refused_is_not_sent_again(start_fakes):
+    engine, fakes = start_fakes(2)
+    engine.update_weights(WEIGHTS, 1)
+    for fake in fakes:
+        fake.calls.clear()
+        fake.answers["/inference/v1/generate"] = (400, {"error": {"message": "too long"}})
+    with pytest.raises(EngineError, match="request draw3_g1: refused with 400: too long"):
+        run(engine.generate(REQUEST))
+    assert sum(fake.paths().count("/inference/v1/generate") for fake in fakes) == 1
+    assert [member.outstanding for member in engine.fleet.members()] == [0, 0]
+
+
+def test_a_request_that_every_server_fails_ends(start_fakes):
+    engine, (fake,) = start_fakes(1, quarantine_after=1000)
+    engine.update_weights(WEIGHTS, 1)
+    fake.answers["/inference/v1/generate"] = (500, {"error": {"message": "boom"}})
+    with pytest.raises(EngineError, match=r"request draw3_g1 failed on 5 servers in turn; the last: .*boom"):
+        run(engine.generate(REQUEST))
+
+
+def test_a_probe_leaves_out_a_server_that_dies(start_fakes):
+    engine, (bad, good) = start_fakes(2)
+    engine.update_weights(WEIGHTS, 1)
+    bad.close()
+    assert list(run(engine.probe(REQUEST))) == [good.url]
+
+
+def test_cancelling_frees_the_place(start_fakes):
+    engine, (fake,) = start_fakes(1)
+    engine.update_weights(WEIGHTS, 1)
+    fake.answers["/inference/v1/generate"] = fake.hang
+
+    async def cancel():
+        task = asyncio.create_task(engine.generate(REQUEST))
+        while engine.fleet.members()[0].outstanding == 0:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(cancel())
+    assert engine.fleet.members()[0].outstanding == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt_ids": ()}, "prompt_ids"),
+        ({"prompt_ids": (90,)}, "outside the vocabulary"),
+        ({"prompt_ids": (5,) * 384}, "leave no room"),
+        ({"seed": -1}, "seed=-1"),
+        ({"sampling": SamplingParams(8, temperature=0.001)}, "temperature=0.001 is raised to 0.01 by vLLM"),
+        ({"sampling": SamplingParams(0)}, "max_tokens=0"),
+    ],
+)
+def test_requests_out_of_range_never_leave(changes, reason, start_fakes):
+    engine, (fake,) = start_fakes(1)
+    engine.update_weights(WEIGHTS, 1)
+    fake.calls.clear()
+    request = GenerationRequest(**{**REQUEST.__dict__, **changes})
+    with pytest.raises(EngineError, match=reason):
+        run(engine.generate(request))
+    assert fake.paths() == []
+
+
+def test_order_of_calls(start_fakes, make_spec):
+    engine, _ = start_fakes(1)
+    with pytest.raises(EngineError, match="has no weights yet"):
+        run(engine.generate(REQUEST))
+    with pytest.raises(EngineError, match="make a new VLLMEngine"):
+        engine.start(make_spec())
+    engine.close()
+    engine.close()
+    for call in (engine.check_health, lambda: engine.update_weights(WEIGHTS, 1), lambda: run(engine.generate(REQUEST))):
+        with pytest.raises(EngineDiedError, match="is closed"):
+            call()
+    fresh = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)))
+    with pytest.raises(EngineError, match="call start first"):
+        fresh.check_health()
+    fresh.close()
+
+
+def test_a_server_that_does_not_fit_is_found_at_the_start(fake_server, make_spec):
+    fake = fake_server()
+    fake.answers["/is_sleeping"] = (200, {"is_sleeping": True})
+    engine = VLLMEngine(VLLMConfig(urls=(fake.url,), start_timeout_s=5.0))
+    with pytest.raises(EngineError, match=f"server {fake.url} sleeps; wake it"):
+        engine.start(make_spec())
+
+
+def test_a_server_that_is_not_there_is_found_at_the_start(fake_server, make_spec):
+    fake = fake_server()
+    fake.close()
+    engine = VLLMEngine(VLLMConfig(urls=(fake.url,), start_timeout_s=0.5, probe_timeout_s=0.2))
+    with pytest.raises(EngineError, match="does not answer /health"):
+        engine.start(make_spec())
+
+
+def test_a_policy_without_a_name_is_found_at_the_start(make_spec):
+    engine = VLLMEngine(VLLMConfig(device="cpu"))
+    with pytest.raises(EngineError, match="architectures"):
+        engine.start(make_spec(architectures=None))
+
+
+def test_sleep_holds_the_servers_on_a_cpu(start_fakes):
+    engine, (fake,) = start_fakes(1, device="cpu")
+    engine.update_weights(WEIGHTS, 1)
+    fake.calls.clear()
+    engine.sleep()
+    engine.sleep()
+    assert fake.paths() == ["/pause"]
+    engine.wake()
+    engine.wake()
+    assert fake.paths() == ["/pause", "/resume"]
+    engine.update_weights((), 2)
+    assert fake.paths()[2:] == ["/update_weight_version"]
+
+
+def test_weights_that_a_gpu_lost_in_its_sleep_are_sent_again(fake_server, make_spec, transfer_folder):
+    fake = fake_server()
+    settings = {"transport": "file", "transfer_folder": str(transfer_folder), "device": "cuda"}
+    engine = VLLMEngine(VLLMConfig(urls=(fake.url,), **settings), can_sleep=True)
+    fake.answers["/sleep"] = fake.answers["/wake_up"] = (200, {})
+    try:
+        engine.start(make_spec())
+        engine.update_weights(WEIGHTS, 1)
+        fake.calls.clear()
+        engine.sleep()
+        engine.wake()
+        assert fake.paths() == ["/sleep", "/wake_up"]
+        fake.calls.clear()
+        # critic warm-up: nothing new to send, but the server has nothing at all
+        engine.update_weights((), 2)
+        assert fake.paths() == REFIT
+        assert fake.version == "2"
+    finally:
+        engine.close()
+
+
+def test_bad_combinations_are_found_before_any_server_starts():
+    with pytest.raises(ConfigError, match=r"vllm.cores"):
+        VLLMEngine(VLLMConfig(cores=(100_000,)))
+    with pytest.raises(EngineError, match="transport=ipc needs CUDA devices"):
+        VLLMEngine(VLLMConfig(transport="ipc", device="cpu"))
+
+
+# ---------------------------------------------------------------------- the real server
+
+
+def test_refits_of_the_engine_reach_the_real_server(engine, make_policy, make_requests, score):
+    for version in (201, 202):
+        policy = make_policy(version)
+        engine.update_weights(policy.state_dict().items(), version)
+        (request,) = make_requests(1, 16, stop_token_ids=())
+        ((name, answer),) = run(engine.probe(request)).items()
+        assert name == "server_0"
+        assert set(answer.policy_versions) == {version}
+        assert (score(policy, request, answer) - torch.tensor(answer.logprobs)).abs().max() < 1e-4
+    engine.update_weights((), 203)
+    assert set(run(engine.generate(request)).policy_versions) == {203}
+    assert (score(policy, request, run(engine.generate(request))) - torch.tensor(answer.logprobs)).abs().max() < 1e-4
+
+
+def test_sleeping_and_waking_the_real_server(engine, make_policy, make_requests):
+    engine.update_weights(make_policy(0).state_dict().items(), 210)
+    (request,) = make_requests(1, 8, stop_token_ids=())
+    before = run(engine.generate(request))
+    engine.sleep()
+    assert engine.fleet.serving()[0].control.is_paused(5)
+    engine.wake()
+    assert run(engine.generate(request)).token_ids == before.token_ids
+
+
+def test_the_trainer_never_imports_vllm():
+    code = (
+        "import sys, lightning_ppo.rollout.vllm.engine, lightning_ppo.refit.vllm_backend\n"
+        "print([name for name in ('vllm', 'ray', 'lightning') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "[]"
