@@ -1,5 +1,6 @@
 """Weights through a process group of the trainer and each server: gloo on any host, NCCL between GPUs."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -35,13 +36,13 @@ class GroupTransport:
         self._host = host
         self._timeout_s = timeout_s
         self._device = device
-        self._groups: dict[int, tuple[Receiver, Any, Any]] = {}
+        # a restarted server is another receiver; the group of the old one goes with it
+        self._groups: weakref.WeakKeyDictionary[Receiver, tuple[Any, Any]] = weakref.WeakKeyDictionary()
 
     def send(
         self, weights: HostWeights, buckets: Iterable[Bucket], receivers: Sequence[Receiver], deadline: float
     ) -> dict[str, EngineError]:
         """See `WeightTransport.send`."""
-        self._forget_others(receivers)
         with Lanes(receivers) as lanes:
             lanes.submit(lambda receiver: self._join(receiver, deadline))
             for bucket in buckets:
@@ -49,7 +50,7 @@ class GroupTransport:
                 lanes.submit(self._broadcasting(message, self._on_device(weights.flat(bucket)), deadline))
         for receiver in receivers:
             if receiver.name in lanes.failures:
-                self._groups.pop(id(receiver), None)
+                self._groups.pop(receiver, None)
         return lanes.failures
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class GroupTransport:
         self._groups.clear()
 
     def _join(self, receiver: Receiver, deadline: float) -> None:
-        if id(receiver) in self._groups:
+        if receiver in self._groups:
             return
         limit = min(self._timeout_s, remaining(deadline))
         world_size = 1 + receiver.world_size(limit)
@@ -77,11 +78,11 @@ class GroupTransport:
             joined.append(join_group(self._backend, store, self._host, store.port, 0, world_size, self._timeout_s))
 
         run_together(lambda: receiver.connect(message, limit), join)
-        self._groups[id(receiver)] = receiver, joined[0], store
+        self._groups[receiver] = joined[0], store
 
     def _broadcasting(self, message: dict[str, Any], flat: Tensor, deadline: float) -> Callable[[Receiver], None]:
         def send(receiver: Receiver) -> None:
-            group = self._groups[id(receiver)][1]
+            group = self._groups[receiver][0]
             run_together(lambda: receiver.update(message, remaining(deadline)), lambda: broadcast(group, flat))
 
         return send
@@ -90,11 +91,3 @@ class GroupTransport:
         if self._backend == "gloo":
             return flat
         return flat.to(self._device or torch.device("cuda"))
-
-    def _forget_others(self, receivers: Sequence[Receiver]) -> None:
-        present = {id(receiver) for receiver in receivers}
-        stale = [key for key in self._groups if key not in present]
-        if len(stale) > len(present):
-            # Receivers of servers that were restarted since; their groups hold sockets.
-            for key in stale:
-                del self._groups[key]

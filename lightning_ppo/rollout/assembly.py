@@ -54,10 +54,10 @@ def build_engine(
 
     return VLLMEngine(
         settings,
-        ray,
-        log_folder=directory,
-        recompute_kv_cache=rollout.recompute_kv_cache_after_weight_updates,
-        say=say,
+        directory,
+        rollout.recompute_kv_cache_after_weight_updates,
+        lambda name, state, seconds: say(f"{name} is {state} after {seconds:.1f} s"),
+        can_sleep=rollout.colocated,
     )
 
 
@@ -93,7 +93,7 @@ def build_collector(
     recorded = schedule = None
     sampler = make_sampler(config, place.warmup_steps)
     if config.replay_schedule is not None:
-        fingerprint = rollout_fingerprint(prompts, place.run_seed, config.training_sampling(stop_token_ids))
+        fingerprint = rollout_fingerprint(prompts, place.run_seed, config, stop_token_ids)
         recorded = _recording(config.replay_schedule, prompts, fingerprint, is_reproducible)
         schedule = ChunkSchedule.load(config.replay_schedule)
     check_drops(

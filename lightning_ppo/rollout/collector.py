@@ -115,7 +115,7 @@ class Collector:
             sampler=sampler,
             config=config,
             window=self._window,
-            fingerprint=rollout_fingerprint(prompts, run_seed, config.training_sampling(stop_token_ids)),
+            fingerprint=rollout_fingerprint(prompts, run_seed, config, stop_token_ids),
             directory=directory,
         )
         self._watchdog = Watchdog(config.timeout_s, config.failures.stall_action, self._describe)
@@ -212,7 +212,7 @@ class Collector:
                 size = self._config.num_prompts_per_step - self._pump.dropped[ppo_step]
                 if refresh(self._buffer, self._stream, self._pump, self._sampler, self._window, ppo_step):
                     self._thread.call(self._pump.wake)
-                groups = ()
+                groups: tuple[PromptGroup, ...] = ()
                 if consumed < size:
                     groups = self._selection.pick(ppo_step, size - consumed, self._pump.version)
                 if groups or consumed >= size:

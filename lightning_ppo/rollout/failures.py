@@ -26,6 +26,7 @@ _NETWORK = frozenset(
 """Error numbers of a plain OSError; for the others Python has ConnectionError and TimeoutError."""
 _FOREIGN_INFRA = {
     "aiohttp": frozenset({"ClientError"}),
+    "httpx": frozenset({"NetworkError", "ProxyError", "RemoteProtocolError", "TimeoutException"}),
     "ray": frozenset(
         f"{name}Error"
         for name in (
@@ -64,7 +65,7 @@ def classify(error: BaseException) -> FailureClass:
        * an HTTP status (`status`, `status_code`, also of `response`): 408, 429 and 5xx are INFRA, any other 4xx is
          DATA, because the same request will be refused again;
        * INFRA: timeouts, lost and refused connections, failed name look-ups, an unreachable network, `EngineError`,
-         errors of aiohttp's client, and Ray's about an actor, worker, node or object that is gone.
+         errors of aiohttp's and httpx's clients, and Ray's about an actor, worker, node or object that is gone.
     3. Otherwise DATA. A `RewardError` says nothing itself: a reward server that hangs or refuses is INFRA through its
        cause, a reward that raises `ValueError` over a response is DATA.
     """

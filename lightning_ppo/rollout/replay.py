@@ -185,6 +185,20 @@ class ReplayBuffer:
         """
         return self.index.ready_sampled_before(oldest_allowed)
 
+    def pending_group(self, draw: int) -> PendingGroup:
+        """Return the slot of a group that is being generated.
+
+        Raises:
+            ValueError: no such group is pending.
+        """
+        with self.changed:
+            return self._slot(_group_id(draw))
+
+    def claimed_groups(self) -> tuple[PromptGroup, ...]:
+        """Return the groups that are being trained, in draw order."""
+        with self.changed:
+            return tuple(group for _, group in sorted(self._claimed.items()))
+
     def ready(self) -> tuple[PromptGroup, ...]:
         """Return the ready groups in draw order."""
         return self.index.ready()

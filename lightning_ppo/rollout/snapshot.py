@@ -9,7 +9,6 @@ from typing import Any
 from lightning_ppo.batch import PromptGroup
 from lightning_ppo.errors import CheckpointError
 from lightning_ppo.rollout.config import RolloutConfig
-from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.rollout.failures import FailureBudget
 from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.prompts import PromptSet
@@ -27,9 +26,12 @@ JOURNAL = "journal"
 """Folder of the journal in a run's folder."""
 
 
-def rollout_fingerprint(prompts: PromptSet, run_seed: int, sampling: SamplingParams) -> str:
+def rollout_fingerprint(
+    prompts: PromptSet, run_seed: int, config: RolloutConfig, stop_token_ids: tuple[int, ...]
+) -> str:
     """Say what must agree for a rollout to be used in another run."""
-    return f"{prompts.fingerprint} seed={run_seed} {sampling}"
+    size, sampling = config.num_generations_per_prompt, config.training_sampling(stop_token_ids)
+    return f"{prompts.fingerprint} seed={run_seed} generations={size} sampler={config.sampler} {sampling}"
 
 
 class Snapshots:
@@ -179,14 +181,14 @@ class Snapshots:
                 self._stream.take(item.draw)
                 self._stream.ledger.dispatch(item.draw)
                 start = item.start_version if item.finished else version
-                slot = self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
-                self._pump.dispatch_again(slot, item.finished)
+                self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
+                self._pump.dispatch_again(self._buffer.pending_group(item.draw), item.finished)
         if self._journal is not None:
             self._journal.fork(plan.ready, ppo_step, saved.lineage, version)
         self._loaded, self._saved = None, SavedRollouts()
         if plan.ready or plan.pending:
             _log.info("took over %d finished groups; %d are generated again", len(plan.ready), len(plan.pending))
-        return [item.target_step for item in (*plan.ready, *plan.pending)]
+        return [*(group.target_step for group in plan.ready), *(item.target_step for item in plan.pending)]
 
     def close(self) -> None:
         """Close the journal; safe to call twice."""
@@ -208,7 +210,7 @@ class Snapshots:
             why = "they were sampled with other settings"
         if why:
             _log.warning("saved rollouts are generated again: %s", why)
-            return SavedRollouts(lineage=saved.lineage)
+            return SavedRollouts()
         return saved
 
     def _read_journal(self) -> list[PromptGroup]:

@@ -79,7 +79,8 @@ def test_resume_is_bitwise_equal_from_a_save_in_any_hook(make_run, tmp_path, hoo
     resumed.trainer.save_checkpoint(tmp_path / "resumed.ckpt")
     assert resumed.trainer.global_step == resumed.trainer.current_epoch == 4
     ends = [flat(torch.load(tmp_path / name, weights_only=True)) for name in ("whole.ckpt", "resumed.ckpt")]
-    ignored = ("/loops/", "/callbacks/")
+    # what happens to be finished when the run ends, and when it was finished, depends on timing
+    ignored = ("/loops/", "/callbacks/", "/lightning_ppo/prompts/rollouts/")
     first, second = [{k: v for k, v in end.items() if not k.startswith(ignored)} for end in ends]
     assert first.keys() == second.keys()
     for name, value in first.items():

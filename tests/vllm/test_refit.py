@@ -111,6 +111,7 @@ def tied_engine(start_engine):
     return start_engine(tied=True)
 
 
+@pytest.mark.slow
 def test_one_name_of_tied_tensors_is_enough_and_buffers_do_no_harm(
     tied_engine, make_update, make_policy, requests, sample, score, greedy
 ):

@@ -1,7 +1,7 @@
 """The built-in engine as the trainer and the collector use it."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySp
 from lightning_ppo.rollout.local.channel import Channel
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.local.process import WorkerProcess
-from lightning_ppo.rollout.local.protocol import Ready, SetWeights, Start, check_request
+from lightning_ppo.rollout.local.protocol import Command, Ready, SetSleep, SetWeights, Start, check_request
 
 
 class LocalEngine:
@@ -40,6 +40,7 @@ class LocalEngine:
         self._vocab_size = 0
         self._weights: SharedWeights | None = None
         self._has_weights = False
+        self._asleep = False
         self._closed = False
 
     @property
@@ -80,6 +81,8 @@ class LocalEngine:
         channel = self._running()
         if not self._has_weights:
             raise EngineError("engine=local has no weights yet; call update_weights first")
+        if self._asleep:
+            raise EngineError("engine=local is asleep; call wake first")
         check_request(request, self._context, self._vocab_size)
         return await channel.generate(request)
 
@@ -110,12 +113,36 @@ class LocalEngine:
         else:
             weights_buffer = SharedWeights.create(itertools.chain([first], pairs))
             try:
-                self._confirm(channel, SetWeights(version, weights_buffer.layout, changed=True), weights_buffer.fd)
+                self._confirm(channel, SetWeights(version, weights_buffer.layout, changed=True), fd=weights_buffer.fd)
             except BaseException:
                 weights_buffer.close()
                 raise
             self._weights = weights_buffer
             self._has_weights = True
+
+    async def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
+        """Sample the response, as the only replica; see `generate`."""
+        return {"local": await self.generate(request)}
+
+    def sleep(self) -> None:
+        """Give the device's memory back until `wake`; nothing may be in flight. Without effect if it sleeps.
+
+        Raises:
+            EngineError: the engine did not confirm within `config.update_timeout_s`.
+        """
+        if not self._asleep:
+            self._confirm(self._running(), SetSleep(asleep=True), "free its memory")
+            self._asleep = True
+
+    def wake(self) -> None:
+        """Take the device again, with the weights that were sent last. Without effect if it is awake.
+
+        Raises:
+            EngineError: the engine did not confirm within `config.update_timeout_s`.
+        """
+        if self._asleep:
+            self._confirm(self._running(), SetSleep(asleep=False), "take its memory")
+            self._asleep = False
 
     def check_health(self) -> None:
         """Return if the engine is alive.
@@ -136,8 +163,10 @@ class LocalEngine:
         if self._weights is not None:
             self._weights.close()
 
-    def _confirm(self, channel: Channel, command: SetWeights, fd: int | None = None) -> None:
-        channel.ask(command, "update_timeout_s", self._config.update_timeout_s, "confirm new weights", fd)
+    def _confirm(
+        self, channel: Channel, command: Command, what: str = "confirm new weights", fd: int | None = None
+    ) -> None:
+        channel.ask(command, "update_timeout_s", self._config.update_timeout_s, what, fd)
 
     def _running(self) -> Channel:
         if self._closed:

@@ -46,6 +46,13 @@ class SetWeights:
 
 
 @dataclass(frozen=True)
+class SetSleep:
+    """Free the device's memory, or take it again with the weights that were sent last."""
+
+    asleep: bool
+
+
+@dataclass(frozen=True)
 class Ready:
     """The engine is up."""
 
@@ -55,7 +62,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Done:
-    """The weights of this version are served now."""
+    """The last `SetWeights` or `SetSleep` was carried out; weights of this version are served (asleep: will be)."""
 
     version: int
 
@@ -84,7 +91,7 @@ class Finished:
     """`[N]` int64."""
 
 
-Command = Start | Submit | Abort | SetWeights
+Command = Start | Submit | Abort | SetWeights | SetSleep
 Reply = Ready | Done | Refused | Finished
 
 

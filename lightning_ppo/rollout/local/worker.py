@@ -11,12 +11,28 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.shared_memory import SharedWeights
-from lightning_ppo.rollout.local.protocol import Abort, Command, Done, Ready, Refused, Reply, SetWeights, Start, Submit
+from lightning_ppo.rollout.local.protocol import (
+    Abort,
+    Command,
+    Done,
+    Ready,
+    Refused,
+    Reply,
+    SetSleep,
+    SetWeights,
+    Start,
+    Submit,
+)
+
+if TYPE_CHECKING:
+    from lightning_ppo.rollout.local.fallback import BatchScheduler
+    from lightning_ppo.rollout.local.scheduler import SlotScheduler
 
 _PARENT_CHECK_S = 0.5
 
@@ -45,13 +61,16 @@ class Worker:
             )
         native = config.backend != "transformers" and problem is None
         vocab_size = self._skeleton.vocab_size
-        rows = RowTable(config.slots, context, vocab_size)
-        self._scheduler: SlotScheduler | BatchScheduler
-        if native:
+
+        def build() -> SlotScheduler | BatchScheduler:
+            rows = RowTable(config.slots, context, vocab_size)
+            if not native:
+                return BatchScheduler(self._skeleton, rows, device, dtype)
             decoder = NativeDecoder(self._skeleton, config.slots, context, device, dtype, config.num_threads)
-            self._scheduler = SlotScheduler(decoder, rows)
-        else:
-            self._scheduler = BatchScheduler(self._skeleton, rows, device, dtype)
+            return SlotScheduler(decoder, rows)
+
+        self._build = build
+        self._scheduler: SlotScheduler | BatchScheduler | None = build()
         self._weights: SharedWeights | None = None
         self._version = -1
         backend = "native" if native else "transformers"
@@ -62,20 +81,24 @@ class Worker:
     def serve(self, inbox: "queue.SimpleQueue[list[Command]]") -> None:
         """Run for ever: take every command that has arrived, then make one decode step."""
         while True:
-            commands = [] if self._scheduler.is_busy else inbox.get()
+            commands = [] if self._scheduler is not None and self._scheduler.is_busy else inbox.get()
             while not inbox.empty():
                 commands = commands + inbox.get()
             for command in commands:
                 self._carry_out(command)
-            finished = self._scheduler.step(self._version) if self._scheduler.is_busy else None
+            scheduler = self._scheduler
+            finished = scheduler.step(self._version) if scheduler is not None and scheduler.is_busy else None
             if finished is not None:
                 self._replies.send(finished)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self._scheduler.submit(command)
+            self._awake().submit(command)
         elif isinstance(command, Abort):
-            self._scheduler.abort(command.key)
+            if self._scheduler is not None:
+                self._scheduler.abort(command.key)
+        elif isinstance(command, SetSleep):
+            self._set_sleep(command.asleep)
         elif isinstance(command, SetWeights):
             try:
                 self._set_weights(command)
@@ -89,9 +112,25 @@ class Worker:
                 self._weights.close()
             self._weights = SharedWeights.attach(command.layout, received[0])
         if command.changed and self._weights is not None:
-            self._scheduler.load(self._skeleton.canonical(self._weights.views))
+            self._awake().load(self._skeleton.canonical(self._weights.views))
         self._version = command.version
         self._replies.send(Done(command.version))
+
+    def _set_sleep(self, asleep: bool) -> None:
+        if asleep:
+            self._scheduler = None
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        elif self._scheduler is None:
+            self._scheduler = self._build()
+            if self._weights is not None:
+                self._scheduler.load(self._skeleton.canonical(self._weights.views))
+        self._replies.send(Done(self._version))
+
+    def _awake(self) -> "SlotScheduler | BatchScheduler":
+        if self._scheduler is None:
+            raise RuntimeError("the engine is asleep; wake it before anything else")
+        return self._scheduler
 
 
 def _receive(connection: "Connection[Reply, list[Command]]", inbox: "queue.SimpleQueue[list[Command]]") -> None:

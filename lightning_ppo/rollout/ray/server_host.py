@@ -1,6 +1,7 @@
 """One server and its actor, as the actor's own process sees them. Ray runs this class on the server's node."""
 
 import os
+import pickle
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ class HostedServer:
     Attributes:
         index: Number of the server.
         name: What messages call it.
-        command: How it is started; called in the actor, whose environment it finds.
+        command: How it is started, a pickled `Command`; called in the actor, whose environment it finds.
         cores: CPU cores of the node that it is pinned to.
         log_path: Its log, on the node; None keeps it in a temporary file without a name.
         hides_gpus: Whether it must not see the node's GPUs. Ray hides none from an actor that reserves none.
@@ -30,7 +31,7 @@ class HostedServer:
 
     index: int
     name: str
-    command: Command
+    command: bytes
     cores: tuple[int, ...]
     log_path: Path | None
     hides_gpus: bool
@@ -71,9 +72,10 @@ class ServerHost:
         util: Any = ray.util
         host = util.get_node_ip_address()
         try:
+            command: Command = pickle.loads(what.command)
             port = ReservedPort(host)
             try:
-                argv, env = what.command(what.index, host, port.number)
+                argv, env = command(what.index, host, port.number)
                 self._server = ServerProcess(
                     what.name, argv, env, port=port, host=host, cores=what.cores, log_path=what.log_path
                 )

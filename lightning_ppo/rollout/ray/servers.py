@@ -1,6 +1,7 @@
 """Starts vLLM servers through Ray: one placement group for all, one actor for each."""
 
 import threading
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class RayLauncher:
 
         Raises:
             ConfigError: the cluster could not hold the servers even if nobody else used it.
+            EngineError: `command` cannot be pickled.
         """
         gpus = config.ray.num_gpus_per_server
         if gpus is None:
@@ -57,7 +59,7 @@ class RayLauncher:
         check_fits("vllm.num_servers", config.num_servers, self._need, runtime.nodes(), config.ray.placement_strategy)
         self._runtime = runtime
         self._config = config
-        self._command = command
+        self._command = _pickle(command)
         self._log_folder = log_folder
         self._lock = threading.Lock()
         self._servers: dict[int, RayServer] = {}
@@ -122,9 +124,14 @@ class RayLauncher:
             None if self._log_folder is None else self._log_folder / f"{name}.log",
             self._hides_gpus,
         )
-        try:
-            actor = ray.remote(ServerHost).options(**options).remote(what)
-        except Exception as error:
-            # Ray's own errors, or those of pickling the command.
-            raise EngineError(f"vLLM {name} cannot start: {type(error).__name__}: {error}") from error
+        actor = ray.remote(ServerHost).options(**options).remote(what)
         return RayServer(name, actor, self._runtime, config.start_timeout_s, self._need, what.log_path)
+
+
+def _pickle(command: Command) -> bytes:
+    cloudpickle: Any = import_module("ray.cloudpickle")
+    try:
+        return cloudpickle.dumps(command)
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise EngineError(f"how vLLM servers are started cannot be sent to Ray ({why})") from error

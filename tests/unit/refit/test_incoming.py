@@ -1,5 +1,6 @@
 """Every transport that runs on a CPU, from the trainer's host copy to the tensors of a server, within this process."""
 
+import gc
 import threading
 import time
 
@@ -107,6 +108,17 @@ def test_a_restarted_server_is_another_receiver(transport, host):
         again = Worker()
         assert transport.send(host, iter(host.buckets), [again], soon()) == {}
         same(again.received, WEIGHTS)
+
+
+def test_the_group_of_a_server_that_is_gone_goes_too(host):
+    transport = GroupTransport("gloo", "127.0.0.1", 20.0)
+    kept, gone = Worker("kept"), Worker("gone")
+    assert transport.send(host, host.fill(WEIGHTS, 1), [kept, gone], soon()) == {}
+    assert len(transport._groups) == 2
+    del gone
+    gc.collect()
+    assert transport.send(host, iter(host.buckets), [kept], soon()) == {}
+    assert (len(transport._groups), kept.connects) == (1, 1)
 
 
 def test_one_layer_of_no_bytes_and_no_layer_at_all(transport):

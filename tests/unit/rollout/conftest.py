@@ -7,6 +7,7 @@ import pytest
 from lightning_ppo.batch import PromptGroup
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.samplers import make_sampler
@@ -51,6 +52,8 @@ def build(tokenizer: Any) -> Iterator[Callable[..., tuple[Collector, FakeEngine]
             "min_groups_for_streaming_train": 4,
             "max_response_tokens": 6,
             "timeout_s": 20.0,
+            "max_trajectory_age_steps": max(1, settings.get("max_lookahead_versions", 0)),
+            "failures": FailureConfig(backoff_s=0.0),
         }
         config = RolloutConfig(**(defaults | settings))
         engine = FakeEngine() if engine is None else engine
@@ -108,9 +111,9 @@ def train() -> Callable[..., list[list[tuple[PromptGroup, ...]]]]:
         seen = []
         for step in steps:
             chunks: list[tuple[PromptGroup, ...]] = []
-            while (left := size - sum(map(len, chunks))) > 0:
+            while (consumed := sum(map(len, chunks))) < size:
                 between()
-                chunks.append(collector.next_groups(step, left, lambda: None))
+                chunks.append(collector.next_groups(step, consumed, lambda: None).groups)
             engine.update_weights([], step + 1)
             collector.publish_version(step + 1)
             collector.release([group.draw for chunk in chunks for group in chunk])

@@ -102,7 +102,7 @@ def test_streaming_takes_finished_groups_and_defers_a_short_tail(build, until) -
     until(lambda: len(engine.held) == 8)
     for draw in (7, 1, 4, 2):
         engine.let_go(f"draw{draw}_g0")
-    assert draws([collector.next_groups(0, 8, lambda: None)]) == [[1, 2, 4, 7]]
+    assert draws([collector.next_groups(0, 0, lambda: None).groups]) == [[1, 2, 4, 7]]
     # Three of four are finished: 3 < min(4, remaining), so the rest comes as one chunk.
     for draw in (0, 3, 5):
         engine.let_go(f"draw{draw}_g0")
@@ -114,7 +114,7 @@ def test_streaming_takes_finished_groups_and_defers_a_short_tail(build, until) -
         if len(polls) == 3:
             engine.let_go()
 
-    assert draws([collector.next_groups(0, 4, poll, poll_s=0.01)]) == [[0, 3, 5, 6]]
+    assert draws([collector.next_groups(0, 0, poll, poll_s=0.01).groups]) == [[0, 3, 5, 6]]
     assert len(polls) >= 3
 
 
@@ -127,9 +127,9 @@ def test_chunks_are_aligned(build, until) -> None:
     )
     collector.start(0, 0)
     until(lambda: len(engine.requests) == 4)
-    assert draws([collector.next_groups(0, 4, lambda: None)]) == [[0, 1]]
+    assert draws([collector.next_groups(0, 0, lambda: None).groups]) == [[0, 1]]
     engine.let_go()
-    assert draws([collector.next_groups(0, 2, lambda: None)]) == [[2, 3]]
+    assert draws([collector.next_groups(0, 2, lambda: None).groups]) == [[2, 3]]
 
 
 def test_a_commit_wakes_the_trainer_without_polling(build, until) -> None:
@@ -141,7 +141,7 @@ def test_a_commit_wakes_the_trainer_without_polling(build, until) -> None:
 
     def trainer() -> None:
         # With the next poll an hour away only the commit itself can end this wait.
-        found.append(len(collector.next_groups(0, 4, lambda: polls.append(1), poll_s=3600)))
+        found.append(len(collector.next_groups(0, 0, lambda: polls.append(1), poll_s=3600).groups))
 
     thread = threading.Thread(target=trainer, daemon=True)
     thread.start()
@@ -158,9 +158,9 @@ def test_groups_that_a_step_does_not_need_stay_for_the_next(build, until) -> Non
     collector, _ = build(engine, sampler="ready_first", max_lookahead_versions=2, num_generations_per_prompt=1)
     collector.start(0, 0)
     until(lambda: len(engine.held) == 2 and len(collector._buffer.ready()) == 10)
-    assert draws([collector.next_groups(0, 4, lambda: None)]) == [[0, 1, 2, 3]]
+    assert draws([collector.next_groups(0, 0, lambda: None).groups]) == [[0, 1, 2, 3]]
     assert [group.draw for group in collector._buffer.ready()] == [4, 5, 6, 7, 8, 9]
-    assert draws([collector.next_groups(1, 4, lambda: None)]) == [[4, 5, 6, 7]]
+    assert draws([collector.next_groups(1, 0, lambda: None).groups]) == [[4, 5, 6, 7]]
 
 
 # Pitfall 80.
@@ -199,7 +199,7 @@ def test_start_version_of_every_trained_group(build, train, until, window: int, 
 def test_the_gate_opens_with_the_version_and_not_before(build, until) -> None:
     collector, engine = build()
     collector.start(0, 0)
-    (*chunk,) = collector.next_groups(0, 4, lambda: None)
+    (*chunk,) = collector.next_groups(0, 0, lambda: None).groups
     until(lambda: collector._pump.waiting_for == "the next policy version")
     assert max(map(draw_of, engine.requests)) == 3
     collector.publish_version(1)
@@ -212,7 +212,7 @@ def test_the_gate_opens_with_the_version_and_not_before(build, until) -> None:
 def test_with_the_smallest_buffer_generation_waits_for_the_release(build, until) -> None:
     collector, engine = build(max_buffered_rollouts=4)
     collector.start(0, 0)
-    groups = collector.next_groups(0, 4, lambda: None)
+    groups = collector.next_groups(0, 0, lambda: None).groups
     collector.publish_version(1)
     until(lambda: collector._pump.waiting_for == "a buffer slot")
     assert len(engine.requests) == 8
@@ -228,48 +228,57 @@ def test_at_most_so_many_groups_are_generated_at_once(build, until) -> None:
         assert len(engine.requests) == 2 * (finished + 2)
         assert collector._pump.waiting_for in ("an in-flight permit", "the next policy version")
         engine.let_go()
-    assert len(collector.next_groups(0, 4, lambda: None)) == 4
+    assert len(collector.next_groups(0, 0, lambda: None).groups) == 4
 
 
 def test_versions_of_a_response_that_was_in_flight_during_a_refit(build, until) -> None:
     engine = FakeEngine(length=4, holds=lambda request: draw_of(request) >= 4)
     collector, _ = build(engine, max_lookahead_versions=1)
     collector.start(0, 0)
-    collector.next_groups(0, 4, lambda: None)
+    collector.next_groups(0, 0, lambda: None).groups
     until(lambda: len(engine.held) == 8)
     engine.update_weights([], 1)
     collector.publish_version(1)
     engine.let_go()
-    (group, *_) = collector.next_groups(1, 4, lambda: None)
+    (group, *_) = collector.next_groups(1, 0, lambda: None).groups
     assert (group.start_version, group.end_version) == (0, 1)
     assert group.trajectories[0].policy_versions.tolist() == [0, 0, 1, 1]
 
 
-def test_groups_of_a_failed_step_are_trained_again(build) -> None:
-    collector, _ = build(min_groups_for_streaming_train=4)
-    collector.start(0, 0)
-    first = collector.next_groups(0, 4, lambda: None)
-    collector.abandon()
-    assert collector.next_groups(0, 4, lambda: None) == first
-    assert collector.state_dict()["stream"]["cursor"] == 0
+def test_groups_of_a_failed_step_are_trained_again_from_their_payload(build) -> None:
+    failed, _ = build()
+    failed.start(0, 0)
+    first = failed.next_groups(0, 0, lambda: None).groups
+    state = failed.state_dict()
+    failed.close()
+    assert state["stream"]["cursor"] == 0
+    again, engine = build()
+    again.load_state_dict(state)
+    again.start(0, 0)
+    groups = again.next_groups(0, 0, lambda: None).groups
+    assert [group.draw for group in groups] == [group.draw for group in first]
+    for group, before in zip(groups, first, strict=True):
+        for new, old in zip(group.trajectories, before.trajectories, strict=True):
+            assert torch.equal(new.response_ids, old.response_ids)
+            assert torch.equal(new.rollout_logprobs, old.rollout_logprobs)
+    assert not engine.requests
 
 
 def test_only_claimed_groups_can_be_released(build) -> None:
     collector, _ = build()
     collector.start(0, 0)
-    collector.next_groups(0, 4, lambda: None)
-    before = collector.state_dict()
+    collector.next_groups(0, 0, lambda: None).groups
     with pytest.raises(ValueError, match="are not being trained"):
         collector.release([0, 4])
-    assert collector.state_dict() == before
+    collector.release([0, 1, 2, 3])
 
 
 def test_misuse_is_named(build) -> None:
     collector, _ = build()
     with pytest.raises(RolloutError, match="call start first"):
-        collector.next_groups(0, 4, lambda: None)
+        collector.next_groups(0, 0, lambda: None).groups
     collector.start(0, 0)
     with pytest.raises(RolloutError, match="started already"):
         collector.start(0, 0)
-    with pytest.raises(ValueError, match=r"remaining=5 is not in 1\.\.4"):
+    with pytest.raises(ValueError, match=r"remaining=-1 is not in 1\.\.4"):
         collector.next_groups(0, 5, lambda: None)

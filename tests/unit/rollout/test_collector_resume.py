@@ -65,7 +65,7 @@ def test_ready_first_loses_no_prompt_over_a_resume(build, train) -> None:
     second.load_state_dict(state)
     after = all_draws(train(second, engine, range(2, 5)))
     assert sorted(before + after) == list(range(20))
-    assert after[0] == 1
+    assert 1 in after
 
 
 def test_state_of_other_prompts_or_of_a_running_collector_is_refused(build) -> None:
@@ -106,8 +106,8 @@ def test_a_recorded_chunk_waits_for_all_its_groups_and_takes_no_other(build, unt
         if len(polls) == 3:
             engine.let_go()
 
-    assert draws([collector.next_groups(0, 4, poll, poll_s=0.01)]) == [[1, 3]]
+    assert draws([collector.next_groups(0, 0, poll, poll_s=0.01).groups]) == [[1, 3]]
     assert len(polls) >= 3
-    assert draws([collector.next_groups(0, 2, lambda: None)]) == [[0, 2]]
+    assert draws([collector.next_groups(0, 2, lambda: None).groups]) == [[0, 2]]
     with pytest.raises(DataError, match="recorded has no PPO step 1"):
-        collector.next_groups(1, 4, lambda: None)
+        collector.next_groups(1, 0, lambda: None).groups

@@ -14,7 +14,7 @@ PROMPTS = [make_prompt(row=row, token_ids=(2, 6 + row, 3), answer="a") for row i
 def sample(
     collector: Any, prompts: Any = PROMPTS, namespace: str = "validate", timeout_s: float = 20.0, **more: Any
 ) -> Any:
-    return collector.sample(prompts, seed_namespace=namespace, sampling=GREEDY, timeout_s=timeout_s, **more)
+    return collector.jobs.sample(prompts, seed_namespace=namespace, sampling=GREEDY, timeout_s=timeout_s, **more)
 
 
 def texts(rows: Any) -> list[tuple]:
@@ -64,12 +64,12 @@ def test_it_disturbs_no_rollouts_and_is_disturbed_by_none(build, train, until) -
     assert texts(sample(collector)) == before, "works before rollouts start"
     collector.start(0, 0)
     until(lambda: len(held.held) == 8)
-    state, occupied = collector.state_dict(), collector._buffer.occupied
+    state, occupied = collector.state_dict()["stream"], collector._buffer.occupied
     assert texts(sample(collector)) == before, "works while they run"
-    assert (collector.state_dict(), collector._buffer.occupied) == (state, occupied)
+    assert (collector.state_dict()["stream"], collector._buffer.occupied) == (state, occupied)
     assert len(held.held) == 8
     held.let_go()
-    groups = collector.next_groups(0, 4, lambda: None)
+    groups = collector.next_groups(0, 0, lambda: None).groups
     assert [texts(group.trajectories) for group in groups] == [texts(group.trajectories) for group in alone[0][0]]
     seeds = [request.seed for request in held.requests]
     assert len(set(seeds)) == 8 + 3, "no seed of training is used for validation"
@@ -90,7 +90,7 @@ def test_its_failure_leaves_the_rollouts_alone(build) -> None:
     collector.start(0, 0)
     with pytest.raises(RewardError, match="prompt row 9"):
         sample(collector, [*PROMPTS, make_prompt(row=9, token_ids=(2, 32, 3))])
-    assert len(collector.next_groups(0, 4, lambda: None)) == 4
+    assert len(collector.next_groups(0, 0, lambda: None).groups) == 4
 
 
 def test_deadline_cancels_what_is_left(build, until) -> None:
@@ -127,7 +127,7 @@ def test_closing_ends_it(build, until) -> None:
     collector, _ = build(engine)
     closer = threading.Thread(target=lambda: (until(lambda: len(engine.held) == 3), collector.close()), daemon=True)
     closer.start()
-    with pytest.raises(RolloutError, match="closed before the validate responses were finished"):
+    with pytest.raises(RolloutError, match="closed before validate responses were finished"):
         sample(collector, poll_s=0.01)
     closer.join(10)
     with pytest.raises(RolloutError, match="is closed"):

@@ -129,6 +129,10 @@ def test_a_request_that_is_refused_for_what_it_asks_is_no_infrastructure() -> No
         (foreign("aiohttp.client_exceptions", "ClientError"), INFRA),
         (foreign("aiohttp.other", "SomethingError"), DATA),
         (foreign("my_aiohttp", "ClientError"), DATA),
+        # httpx hides the socket's error (`raise ... from None`); the client of an LLM judge chains httpx's.
+        (foreign("httpx", "TransportError", "NetworkError", "ConnectError"), INFRA),
+        (foreign("httpx", "TransportError", "TimeoutException", "ReadTimeout"), INFRA),
+        (foreign("httpx", "TransportError", "UnsupportedProtocol"), DATA),
         (foreign("ray.exceptions", "RayError", "RayActorError", "ActorDiedError"), INFRA),
         (foreign("ray.exceptions", "RayError", "NodeDiedError"), INFRA),
         (foreign("ray.exceptions", "RayError", "ObjectLostError", "OwnerDiedError"), INFRA),
