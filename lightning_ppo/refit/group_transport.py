@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ppo.errors import EngineError
@@ -31,7 +32,12 @@ class GroupTransport:
             host: Address of this machine as the servers see it.
             timeout_s: Deadline of joining, and of every broadcast.
             device: CUDA device of the trainer that NCCL sends from; None means the current one.
+
+        Raises:
+            EngineError: the trainer lacks what NCCL needs.
         """
+        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise EngineError("transport=nccl needs CUDA and a torch with NCCL in the trainer; set vllm.transport=gloo")
         self._backend = backend
         self._host = host
         self._timeout_s = timeout_s

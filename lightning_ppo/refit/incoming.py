@@ -46,11 +46,13 @@ class Incoming:
         self.close()
         host, port, world_size = str(message["host"]), int(message["port"]), int(message["world_size"])
         timeout_s = float(message["timeout_s"])
-        store = open_store(host, port, world_size, timeout_s, is_master=False)
-        rank = 1 + self._worker
         backend = str(message["backend"])
         if backend == "nccl":
+            if self._device.type != "cuda":
+                raise EngineError(f"transport=nccl needs CUDA, this server runs on {self._device.type}; set gloo")
             torch.cuda.set_device(self._device)
+        store = open_store(host, port, world_size, timeout_s, is_master=False)
+        rank = 1 + self._worker
         self._group = backend, join_group(backend, store, host, port, rank, world_size, timeout_s), store
 
     def receive(self, message: dict[str, Any]) -> Named:

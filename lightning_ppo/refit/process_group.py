@@ -48,14 +48,12 @@ def join_group(backend: str, store: Any, host: str, port: int, rank: int, world_
         timeout_s: Deadline of this call and of every broadcast.
 
     Raises:
-        EngineError: not all members came in time, or this torch lacks the backend.
+        EngineError: not all members came in time.
     """
     limit = timedelta(seconds=timeout_s)
     prefixed = _c10d.PrefixStore("lightning_ppo", store)
     try:
         if backend == "nccl":
-            if not dist.is_nccl_available():
-                raise EngineError("transport=nccl is not in this build of torch; set vllm.transport=gloo")
             nccl = _c10d.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = limit

@@ -295,21 +295,25 @@ class RolloutDataModule(L.LightningDataModule):
         """Leave rows on the host; micro-batches move when they are trained."""
         return batch
 
-    def position(self, ppo_step: int) -> dict[str, Any]:
-        """Return what became of every prompt, and finished rollouts, for a checkpoint of `ppo_step`.
+    def position(self, ppo_step: int | None = None) -> dict[str, Any]:
+        """Return what became of every prompt, and finished rollouts.
+
+        Args:
+            ppo_step: The step whose checkpoint it goes into; older parts of the journal are dropped then.
 
         Not Lightning's `state_dict`, which is stored under the class's name: a renamed subclass would lose its place.
         """
         if self._collector is None:
             return self._position
-        self._collector.checkpointed(ppo_step)
+        if ppo_step is not None:
+            self._collector.checkpointed(ppo_step)
         return self._collector.state_dict()
 
     def load_position(self, position: dict[str, Any]) -> None:
         """Continue where a checkpoint was saved.
 
         Raises:
-            CheckpointError: the position is damaged, or belongs to other prompts, or to another seed or shuffle setting.
+            CheckpointError: the position is damaged, or belongs to other prompts, seed or shuffle setting.
         """
         if self._collector is not None and self._trainer().state.fn == TrainerFn.FITTING:
             self._collector.load_state_dict(position)

@@ -75,7 +75,8 @@ class Pump:
         """Draws whose task was cancelled to start again on newer weights."""
         self._again: deque[tuple[PendingGroup, Mapping[int, Trajectory]]] = deque()
         """Groups with a slot that wait for their dispatch, with the responses they have already."""
-        self._is_held = False
+        self._attempts: dict[int, int] = {}
+        """Attempts that groups which start again have behind them: an aborted request may still hold its name."""
         self.version = 0
         """The published policy version; the trainer's thread sets it, then has `on_version` called in the loop."""
         self.commits = 0
@@ -90,7 +91,7 @@ class Pump:
 
     async def drain(self) -> None:
         """Dispatch nothing until a version is published, and return when nothing is being generated."""
-        self._is_held = True
+        self._responder.hold()
         while not self._is_drained:
             await asyncio.sleep(DRAIN_POLL_S)
 
@@ -100,7 +101,7 @@ class Pump:
         Args:
             oldest_allowed: The oldest version that may still be trained.
         """
-        self._is_held = False
+        self._responder.reopen()
         for slot in self._buffer.pending():
             aborts = self._sampler.aborts_inflight(slot.start_version, self.version)
             if slot.draw in self._running and (aborts or slot.start_version < oldest_allowed):
@@ -151,7 +152,7 @@ class Pump:
 
     def _dispatch(self, groups: asyncio.TaskGroup) -> bool:
         """Dispatch one group if every gate is open."""
-        if self._is_held and self._recorded is None:
+        if self._responder.is_held and self._recorded is None:
             self.waiting_for = "the weight update"
         elif len(self._running) >= self._config.inflight_capacity:
             self.waiting_for = "an in-flight permit"
@@ -204,12 +205,13 @@ class Pump:
             self._run_seed,
             self._budget,
             finished,
+            first_attempt=self._attempts.pop(slot.draw, 0),
         )
         names = [f"{slot.group_id}_g{index}" for index in range(size) if index not in work.finished]
         self._responder.announce(names)
         task = groups.create_task(self._group(slot, work))
         self._running[slot.draw] = task, work
-        task.add_done_callback(partial(self._ended, slot, names))
+        task.add_done_callback(partial(self._ended, slot, work, names))
 
     async def _group(self, slot: PendingGroup, work: GroupTask) -> None:
         try:
@@ -241,12 +243,13 @@ class Pump:
                 return
         self._again.append((replacement, {}))
 
-    def _ended(self, slot: PendingGroup, names: list[str], task: "asyncio.Task[None]") -> None:
+    def _ended(self, slot: PendingGroup, work: GroupTask, names: list[str], task: "asyncio.Task[None]") -> None:
         self._responder.forget(names)
         del self._running[slot.draw]
         failed = task.cancelled() or task.exception() is not None
         if slot.draw in self._outdated:
             self._outdated.discard(slot.draw)
+            self._attempts[slot.draw] = work.next_attempt
             # it may have been finished in the same turn of the loop: then its age decides as for any other
             if failed:
                 with self._buffer.changed:

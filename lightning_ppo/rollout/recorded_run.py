@@ -47,7 +47,7 @@ class RecordedRun:
 
     @classmethod
     def load(cls, path: str, groups: Iterable[PromptGroup]) -> "RecordedRun":
-        """Read a `schedule.jsonl`; a step that stands there twice (a run that was resumed) counts as its last line says.
+        """Read a `schedule.jsonl`; of a step that stands there twice (after a resume) the last line counts.
 
         Args:
             path: The file.

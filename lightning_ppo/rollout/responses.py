@@ -31,7 +31,20 @@ class Responder:
         self._reward = reward
         self._tokenizer = tokenizer
         self.generating: dict[str, float] = {}
-        """Training responses that were dispatched and are not sampled yet, with the time of their dispatch."""
+        """Responses that were dispatched and are not sampled yet, with the time of their dispatch."""
+        self.is_held = False
+        """Whether nothing new may be generated, because weights are about to change."""
+        self._reopened = asyncio.Event()
+
+    def hold(self) -> None:
+        """Generate only what is being generated, or was announced."""
+        self.is_held = True
+
+    def reopen(self) -> None:
+        """End a hold."""
+        self.is_held = False
+        self._reopened.set()
+        self._reopened.clear()
 
     def announce(self, sample_ids: Iterable[str]) -> None:
         """Count responses as being generated from now on, before their tasks have started."""
@@ -69,6 +82,9 @@ class Responder:
             RewardError: see `RewardFunction`.
             RolloutError: the request was cancelled, but not by its caller.
         """
+        while self.is_held and sample_id not in self.generating:
+            await self._reopened.wait()
+        self.generating.setdefault(sample_id, time.monotonic())
         request = GenerationRequest(request_id=request_id, prompt_ids=prompt.token_ids, sampling=sampling, seed=seed)
         try:
             generation = await self._engine.generate(request)

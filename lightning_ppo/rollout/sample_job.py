@@ -64,15 +64,19 @@ class SampleJob:
 
     async def _one(self, place: int) -> Trajectory:
         prompt, index = self._samples[place]
-        return await self._responder.respond(
-            prompt,
-            torch.tensor(prompt.token_ids, dtype=torch.int64),
-            f"{self._namespace}_row{prompt.row}_g{index}",
-            # A data loader may pad with a row that is in the job already, hence the place.
-            f"{self._namespace}{self._number}_{place}",
-            self._sampling,
-            sample_seed(self._run_seed, prompt.row, index, namespace=self._namespace),
-        )
+        sample_id = f"{self._namespace}_row{prompt.row}_g{index}"
+        try:
+            return await self._responder.respond(
+                prompt,
+                torch.tensor(prompt.token_ids, dtype=torch.int64),
+                sample_id,
+                # A data loader may pad with a row that is in the job already, hence the place.
+                f"{self._namespace}{self._number}_{place}",
+                self._sampling,
+                sample_seed(self._run_seed, prompt.row, index, namespace=self._namespace),
+            )
+        finally:
+            self._responder.forget([sample_id])
 
 
 class SampleJobs:

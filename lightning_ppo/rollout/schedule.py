@@ -26,11 +26,12 @@ class ChunkSchedule:
 
     @classmethod
     def load(cls, path: str | Path) -> "ChunkSchedule":
-        """Read a `schedule.jsonl`. A step that stands there twice (a run that was resumed) counts as its last line says.
+        """Read a `schedule.jsonl`. Of a step that stands there twice (after a resume) the last line counts.
 
         Raises:
             DataError: the file cannot be read, or a line is not
-                `{"ppo_step": s, "chunks": [[draw, ...], ...], ...}` with whole numbers, every draw once, no empty chunk.
+                `{"ppo_step": s, "chunks": [[draw, ...], ...], ...}` with whole numbers, every draw
+                once, no empty chunk.
         """
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()

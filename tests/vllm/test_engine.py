@@ -342,11 +342,15 @@ def test_weights_that_a_gpu_lost_in_its_sleep_are_sent_again(fake_server, make_s
         engine.close()
 
 
-def test_bad_combinations_are_found_before_any_server_starts():
+def test_bad_combinations_are_found_before_any_server_starts(monkeypatch, make_spec):
     with pytest.raises(ConfigError, match=r"vllm.cores"):
         VLLMEngine(VLLMConfig(cores=(100_000,)))
-    with pytest.raises(EngineError, match="transport=ipc needs CUDA devices"):
-        VLLMEngine(VLLMConfig(transport="ipc", device="cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for transport in ("ipc", "nccl"):
+        engine = VLLMEngine(VLLMConfig(transport=transport, device="cpu"))
+        with pytest.raises(EngineError, match=f"transport={transport} needs CUDA"):
+            engine.start(make_spec())
+        assert engine.fleet is None
 
 
 # ---------------------------------------------------------------------- the real server

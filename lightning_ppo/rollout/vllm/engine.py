@@ -61,7 +61,6 @@ class VLLMEngine:
             make_launcher: Who starts servers, given their command; None means subprocesses of this machine.
 
         Raises:
-            EngineError: the transport cannot work on this machine.
             ConfigError: this machine lacks one of `config.cores`.
         """
         if not config.is_external and make_launcher is None:
@@ -73,13 +72,8 @@ class VLLMEngine:
         self._can_sleep = can_sleep
         self._make_launcher = make_launcher or (lambda command: SubprocessLauncher(config, command, log_folder))
         self._client = GenerationClient(config.request_timeout_s)
-        self._weights = WeightUpdate(
-            make_transport(config),
-            getattr(torch, config.dtype),
-            config.bucket_bytes,
-            config.update_timeout_s,
-            clear_cache=recompute_kv_cache,
-        )
+        self._recompute_kv_cache = recompute_kv_cache
+        self._weights: WeightUpdate | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context = self._vocab_size = 0
         self._is_asleep = self._weights_are_gone = self._closed = False
@@ -90,13 +84,20 @@ class VLLMEngine:
         """Start the servers, or reach those of `config.urls`, and block until they can take weights.
 
         Raises:
-            EngineError: it was started or closed before; a server did not come up within `config.start_timeout_s`; or
-                it does not fit this run (see `examine`).
+            EngineError: it was started or closed before; the transport cannot work on this machine; a server did not
+                come up within `config.start_timeout_s`; or it does not fit this run (see `examine`).
         """
         if self.fleet is not None or self._closed:
             raise EngineError("engine=vllm was started or closed before; make a new VLLMEngine")
         config = self._config
         self._context, self._vocab_size = spec.max_context_tokens, int(json.loads(spec.config_json)["vocab_size"])
+        self._weights = WeightUpdate(
+            make_transport(config),
+            getattr(torch, config.dtype),
+            config.bucket_bytes,
+            config.update_timeout_s,
+            clear_cache=self._recompute_kv_cache,
+        )
         try:
             launcher = None
             if not config.is_external:
@@ -129,7 +130,8 @@ class VLLMEngine:
         if self.fleet is not None:
             self.fleet.close()
         self._client.close()
-        self._weights.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -172,7 +174,7 @@ class VLLMEngine:
             EngineError: the tensors are not those of the policy or of the first update; or no server took them, though
                 at least one is alive. The message names each server and its reason.
         """
-        fleet = self._running()
+        fleet, refit = self._running(), self._refit
         pairs = iter(weights)
         first = next(pairs, None)
         with fleet.update(version) as members:
@@ -181,16 +183,16 @@ class VLLMEngine:
             controls = [member.control for member in members]
             if first is not None:
                 try:
-                    failures = self._weights.update(controls, _chain(first, pairs), version)
+                    failures = refit.update(controls, _chain(first, pairs), version)
                 except BaseException:
-                    if self._weights.is_torn:
+                    if refit.is_torn:
                         for member in members:
                             member.version = None
                     raise
             elif self._weights_are_gone:
-                failures = self._weights.resend(controls, version)
+                failures = refit.resend(controls, version)
             else:
-                failures = self._weights.announce(controls, version)
+                failures = refit.announce(controls, version)
             for member in members:
                 failed = member.control.name in failures
                 member.version = None if failed else version
@@ -241,9 +243,15 @@ class VLLMEngine:
     def _frees_memory(self) -> bool:
         return self._can_sleep and uses_cuda(self._config)
 
+    @property
+    def _refit(self) -> WeightUpdate:
+        if self._weights is None:
+            raise EngineError("engine=vllm is not running; call start first")
+        return self._weights
+
     def _push(self, member: Member[Control]) -> None:
         member.control.name = str(member)
-        self._weights.push(member.control)
+        self._refit.push(member.control)
 
     def _ready(self, request: GenerationRequest) -> Dispatcher:
         fleet = self._running()

@@ -265,8 +265,10 @@ def test_ipc_needs_cuda():
         IPCTransport([])
 
 
-def test_nccl_needs_a_torch_that_has_it(host):
-    if torch.distributed.is_nccl_available():
-        return
-    (error,) = GroupTransport("nccl", "127.0.0.1", 5.0).send(host, iter(()), [Worker()], soon()).values()
-    assert "transport=nccl is not in this build of torch" in str(error)
+def test_nccl_needs_cuda_on_both_sides(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineError, match="transport=nccl needs CUDA and a torch with NCCL"):
+        GroupTransport("nccl", "127.0.0.1", 5.0)
+    message = {"backend": "nccl", "host": "127.0.0.1", "port": 9, "world_size": 2, "timeout_s": 0.5}
+    with pytest.raises(EngineError, match="transport=nccl needs CUDA, this server runs on cpu"):
+        Incoming(CPU, 0).connect(message)
