@@ -13,6 +13,7 @@ from lightning_ppo.errors import ConfigError
 from lightning_ppo.hooks import check_hook_names
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.datamodule import RolloutDataModule
+from lightning_ppo.rollout.samplers import make_sampler
 from lightning_ppo.rollout.tail import check_alignment
 from lightning_ppo.strategy import MAX_CHUNKS, StreamingPPOStrategy
 from lightning_ppo.validation import reject
@@ -124,13 +125,14 @@ def check_algorithm(ppo: PPOConfig, rollout: RolloutConfig) -> None:
         value = getattr(ppo, name)
         if streaming and value > 1:
             raise reject(name, value, "needs the whole step at once, but this run streams", full_batch)
-    if rollout.can_be_off_policy and ppo.importance_correction == "none" and ppo.old_logprobs == "recompute":
-        field, value = ("sampler", rollout.sampler)
-        if rollout.max_lookahead_versions > 0:
-            field, value = ("max_lookahead_versions", str(rollout.max_lookahead_versions))
-        raise reject(
-            field, value, "trains on responses of older policies", "set importance_correction=token or truncated"
-        )
+    is_on_policy = make_sampler(rollout, ppo.critic_warmup_steps).is_on_policy
+    if not is_on_policy and ppo.importance_correction == "none" and ppo.old_logprobs == "recompute":
+        field: str = "sampler"
+        for name in ("max_lookahead_versions", "warmup_generation_lead_steps"):
+            if getattr(rollout, name):
+                field = name
+        why = "trains on responses of older policies"
+        raise reject(field, getattr(rollout, field), why, "set importance_correction=truncated, or another one")
     if streaming and not ppo.ratio_is_one and ppo.normalize_advantages in ("running", "batch"):
         raise reject(
             "normalize_advantages",

@@ -160,13 +160,14 @@ class RolloutConfig:
             why = f"is below max_trajectory_age_steps={floor}"
             require(lead >= floor, "warmup_generation_lead_steps", lead, why, f"set >= {floor}, or None")
         if self.max_buffered_rollouts is not None:
-            need = self.num_prompts_per_step * (self.peak_lead + 1)
+            # a lead in critic warm-up may need more, which the sampler tells: it knows how long warm-up is
+            need = self.num_prompts_per_step * (self.max_lookahead_versions + 1)
             require(
                 self.max_buffered_rollouts >= need,
                 "max_buffered_rollouts",
                 self.max_buffered_rollouts,
                 "would deadlock",
-                f"set at least num_prompts_per_step * (steps that generation runs ahead + 1) = {need}",
+                f"set at least num_prompts_per_step * (max_lookahead_versions + 1) = {need}",
             )
         if self.colocated:
             full = self.num_prompts_per_step
@@ -188,13 +189,6 @@ class RolloutConfig:
     def is_streaming(self) -> bool:
         """Whether a step may consist of several chunks."""
         return self.min_groups_for_streaming_train < self.num_prompts_per_step
-
-    @property
-    def can_be_off_policy(self) -> bool:
-        """Whether a trained response may come from an older policy."""
-        if self.max_trajectory_age_steps == 0:
-            return False
-        return self.max_lookahead_versions > 0 or self.sampler not in ("in_order", "ready_first", "weight_fifo")
 
     @property
     def peak_lead(self) -> int:

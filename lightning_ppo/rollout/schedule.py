@@ -44,7 +44,7 @@ class ChunkSchedule:
             try:
                 step, chunks = _parse(json.loads(line))
             except ValueError as error:
-                wanted = '{"ppo_step": s, "chunks": [[draw, ...], ...]}'
+                wanted = '{"ppo_step": s, "chunks": [[draw, ...], ...], ...}'
                 raise DataError(f"{path} line {number}: {error}; every line must be {wanted}") from error
             steps[step] = chunks
         return cls(steps, str(path))

@@ -172,7 +172,9 @@ STREAMING = {"min_groups_for_streaming_train": 2}
         ({"ppo_epochs": 2}, STREAMING, "ppo_epochs=2 "),
         ({"policy_minibatches": 2}, STREAMING, "policy_minibatches=2 "),
         ({}, {"max_lookahead_versions": 1}, "max_lookahead_versions=1 "),
-        ({}, {"sampler": "ready_first"}, "sampler=ready_first "),
+        ({}, {"sampler": "windowed"}, "sampler=windowed "),
+        ({"critic_warmup_steps": 3}, {"warmup_generation_lead_steps": 2}, "warmup_generation_lead_steps=2 "),
+        ({}, {"warmup_generation_lead_steps": 2}, "warmup_generation_lead_steps=2 "),
         ({"old_logprobs": "rollout"}, STREAMING, "normalize_advantages=running "),
         ({"old_logprobs": "rollout", "normalize_advantages": "batch"}, STREAMING, "normalize_advantages=batch "),
         ({"policy_minibatches": 9}, {}, "policy_minibatches=9 "),
@@ -189,7 +191,9 @@ def test_settings_that_do_not_fit(make_run, settings, rollout, starts_with):
     [
         ({"ppo_epochs": 2, "policy_minibatches": 2}, {}),
         ({"importance_correction": "truncated"}, {"max_lookahead_versions": 1, **STREAMING}),
-        ({"importance_correction": "token"}, {"sampler": "ready_first", **STREAMING}),
+        ({"importance_correction": "token"}, {"sampler": "windowed", **STREAMING}),
+        ({}, {"sampler": "ready_first", **STREAMING}),
+        ({}, {"sampler": "windowed", "max_trajectory_age_steps": 0}),
         # the ratio's denominator is the old policy itself
         ({"old_logprobs": "rollout"}, {"max_lookahead_versions": 1}),
         ({"old_logprobs": "rollout", "normalize_advantages": "chunk"}, STREAMING),

@@ -447,7 +447,12 @@ def test_ready_first_trains_a_late_group_later(make_run):
             if payload.chunk.ppo_step == 1:
                 fake.let_go()
 
-    rollout = {"sampler": "ready_first", "max_lookahead_versions": 1, "min_groups_for_streaming_train": 2}
+    rollout = {
+        "sampler": "ready_first",
+        "max_lookahead_versions": 1,
+        "max_trajectory_age_steps": 2,
+        "min_groups_for_streaming_train": 2,
+    }
     settings = {"importance_correction": "truncated"}
     _, watch = fit(make_run, 5, rollout=rollout, ppo_settings=settings, fake=fake, callbacks=[Follow()])
     draws = [draw for _, chunk in trained for draw in chunk]

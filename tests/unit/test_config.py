@@ -154,6 +154,7 @@ def test_pairs_that_do_not_fit(settings, message):
 def test_capacity_that_would_deadlock_names_the_number(window, need):
     """Pitfall 80."""
     settings = {"num_prompts_per_step": 8, "min_groups_for_streaming_train": 8, "max_lookahead_versions": window}
+    settings["max_trajectory_age_steps"] = max(window, 1)
     with pytest.raises(ConfigError, match=rf"max_buffered_rollouts={need - 1} would deadlock; .* = {need}$"):
         RolloutConfig(**settings, max_buffered_rollouts=need - 1)
     assert RolloutConfig(**settings, max_buffered_rollouts=need).buffer_capacity == need
@@ -176,14 +177,14 @@ def test_derived_ppo_settings(settings, updates, ratio_is_one):
 
 
 @pytest.mark.parametrize(
-    ("settings", "streams", "off_policy"),
+    ("settings", "streams", "lead"),
     [
-        ({}, True, False),
-        ({"min_groups_for_streaming_train": 32}, False, False),
-        ({"max_lookahead_versions": 1}, True, True),
-        ({"sampler": "ready_first"}, True, True),
+        ({}, True, 0),
+        ({"min_groups_for_streaming_train": 32}, False, 0),
+        ({"max_lookahead_versions": 1}, True, 1),
+        ({"max_lookahead_versions": 1, "warmup_generation_lead_steps": 4}, True, 4),
     ],
 )
-def test_derived_rollout_settings(settings, streams, off_policy):
+def test_derived_rollout_settings(settings, streams, lead):
     config = RolloutConfig(**settings)
-    assert (config.is_streaming, config.can_be_off_policy) == (streams, off_policy)
+    assert (config.is_streaming, config.peak_lead) == (streams, lead)

@@ -27,7 +27,7 @@ def test_the_last_line_of_a_repeated_step_counts(tmp_path: Path) -> None:
 def test_missing_step_names_step_and_file(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     ChunkSchedule.append(path, 0, [(0,)])
-    with pytest.raises(DataError, match=r"chunks\.jsonl has no PPO step 7"):
+    with pytest.raises(DataError, match=r"schedule\.jsonl has no PPO step 7"):
         ChunkSchedule.load(path).chunks_of(7)
 
 
@@ -50,7 +50,7 @@ def test_missing_step_names_step_and_file(tmp_path: Path) -> None:
 def test_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "schedule.jsonl"
     path.write_text('{"ppo_step": 0, "chunks": [[0]]}\n' + line + "\n")
-    with pytest.raises(DataError, match=r"chunks\.jsonl line 2: [^\n]*$"):
+    with pytest.raises(DataError, match=r"schedule\.jsonl line 2: [^\n]*$"):
         ChunkSchedule.load(path)
 
 
