@@ -59,8 +59,14 @@ class PPOStep:
             The step's metrics when it is complete, else None.
 
         Raises:
-            StepError: the step cannot be completed; nothing was updated if no update had begun.
+            StepError: the step cannot be completed, or lost all of its prompts; nothing was updated if no update had
+                begun.
         """
+        if chunk.groups_per_step == 0:
+            raise StepError(
+                f"PPO step {chunk.ppo_step} lost all of its prompts to failures.drop=skip, and nothing was updated; "
+                "look at why they failed, or set failures.drop=replace"
+            )
         state = self._open(chunk) if chunk.index == 0 or self.state is None else self.state
         module, trainer = self.module, self.module.trainer
         self.timer.add("wait", chunk.wait_s)
@@ -193,7 +199,7 @@ class PPOStep:
         module, trainer = self.module, self.module.trainer
         advantages = self.normalizer.moments
         self.normalizer.commit()
-        module.rollouts.release(state.ppo_step, [chunk for chunk in state.chunks if chunk])
+        module.rollouts.release(state.ppo_step, state.chunks)
         completed = state.ppo_step + 1
         module.policy.completed_steps.fill_(completed)
         module.critic.completed_steps.fill_(completed)

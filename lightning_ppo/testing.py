@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_ppo.batch import Prompt, PromptGroup, Trajectory
-from lightning_ppo.errors import EngineDiedError
+from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec
 
 CHARACTERS = "#$^=|!abcdefghijklmnopqrstuvwxyz0123456789"
@@ -103,6 +103,8 @@ class FakeEngine:
         self._vocabulary = vocabulary
         self._held: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = {}
         self._death: str | None = None
+        self._asleep = self._awaits_weights = False
+        self._running: set[str] = set()
         self.spec: PolicySpec | None = None
         self.version = 0
         self.weights: dict[str, Tensor] = {}
@@ -125,10 +127,15 @@ class FakeEngine:
         """Answer as scripted.
 
         Raises:
+            EngineError: it is asleep, or has got no weights since it woke up.
             EngineDiedError: after `die`.
         """
         self.requests.append(request)
         start_version = self.version
+        if self._asleep or self._awaits_weights:
+            todo = "wake" if self._asleep else "update_weights"
+            raise EngineError(f"the fake engine cannot serve {request.request_id} yet; call {todo} first")
+        self._running.add(request.request_id)
         try:
             self._check_alive()
             failure = self._fails(request)
@@ -147,6 +154,7 @@ class FakeEngine:
             raise
         finally:
             self._held.pop(request.request_id, None)
+            self._running.discard(request.request_id)
         return self._answer(request, start_version)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -155,18 +163,28 @@ class FakeEngine:
         self.weights = new or self.weights
         self.versions.append(version)
         self.version = version
+        self._awaits_weights = False
 
     async def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
         """Answer as scripted, as the only replica."""
         return {"fake": await self.generate(request)}
 
     def sleep(self) -> None:
-        """Remember that it was called."""
+        """Refuse requests from now on.
+
+        Raises:
+            EngineError: a request is in flight.
+        """
+        if self._running:
+            raise EngineError(f"the fake engine still samples {min(self._running)}; wait for it before sleep")
         self.sleeps.append(True)
+        self._asleep = True
 
     def wake(self) -> None:
-        """Remember that it was called."""
+        """Serve requests again, after the next `update_weights`."""
         self.sleeps.append(False)
+        self._awaits_weights = self._awaits_weights or self._asleep
+        self._asleep = False
 
     def check_health(self) -> None:
         """Raise after `die`.

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
@@ -15,13 +16,17 @@ from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.recorded_run import RecordedRun
 from lightning_ppo.rollout.reward import RewardFunction
+from lightning_ppo.rollout.run_header import RunHeader
 from lightning_ppo.rollout.samplers import make_sampler
-from lightning_ppo.rollout.schedule import ChunkSchedule
+from lightning_ppo.rollout.schedule_log import ScheduleLog
 from lightning_ppo.rollout.snapshot import JOURNAL, rollout_fingerprint
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
 from lightning_ppo.validation import require
+
+if TYPE_CHECKING:
+    from lightning_ppo.rollout.ray.runtime import RayRuntime
 
 SCHEDULE = "schedule.jsonl"
 """File of chunk boundaries and trained groups in a run's folder."""
@@ -38,26 +43,66 @@ class RunPlace:
     """PPO steps that leave the policy as it is."""
     directory: Path | None
     """The run's folder; None writes nothing."""
+    max_steps: int | None = None
+    """PPO steps after which training ends; negative: never; None: this run does not train."""
+
+
+def build_ray(engine: LocalEngineConfig | VLLMConfig, rollout: RolloutConfig, ray: RayConfig) -> "RayRuntime | None":
+    """Build Ray's runtime if these settings need one, not started yet.
+
+    Raises:
+        ConfigError: Ray is needed and not installed.
+    """
+    servers = engine.num_servers if isinstance(engine, VLLMConfig) and engine.placement == "ray" else 0
+    if not servers and not rollout.reward_workers:
+        return None
+    field, value = ("vllm.placement", "ray") if servers else ("reward_workers", str(rollout.reward_workers))
+    require(find_spec("ray") is not None, field, value, "needs Ray", "install lightning-ppo[ray]")
+    from lightning_ppo.rollout.ray.resources import cpus_needed
+    from lightning_ppo.rollout.ray.runtime import RayRuntime
+
+    num_cpus = cpus_needed(ray, servers, rollout.reward_workers)
+    return RayRuntime(ray, num_cpus=num_cpus, wanted_by=f"{field}={value}")
 
 
 def build_engine(
     settings: LocalEngineConfig | VLLMConfig,
-    ray: RayConfig,
     rollout: RolloutConfig,
     directory: Path | None,
+    ray: "RayRuntime | None",
     say: Callable[[str], None],
 ) -> Engine:
-    """Build the engine that these settings describe, not started yet."""
+    """Build the engine that these settings describe, not started yet.
+
+    Args:
+        settings: Settings of the engine.
+        rollout: Settings of the rollouts.
+        directory: Where logs go; None keeps them in temporary files.
+        ray: Places vLLM servers, if the settings say so; started before the engine.
+        say: Reports progress.
+    """
     if isinstance(settings, LocalEngineConfig):
         return LocalEngine(settings, None if directory is None else directory / "engine.log")
     from lightning_ppo.rollout.vllm.engine import VLLMEngine
+    from lightning_ppo.rollout.vllm.launch import Command, Launcher
+    from lightning_ppo.rollout.vllm.server_arguments import uses_cuda
 
+    make_launcher, is_here = None, None
+    if ray is not None and settings.placement == "ray":
+        from lightning_ppo.rollout.ray.servers import RayLauncher
+
+        def make_launcher(command: Command) -> Launcher:
+            return RayLauncher(ray, settings, command, directory, on_gpus=uses_cuda(settings))
+
+        is_here = ray.config.address in (None, "local")
     return VLLMEngine(
         settings,
         directory,
         rollout.recompute_kv_cache_after_weight_updates,
         lambda name, state, seconds: say(f"{name} is {state} after {seconds:.1f} s"),
         can_sleep=rollout.colocated,
+        make_launcher=make_launcher,
+        is_here=is_here,
     )
 
 
@@ -71,8 +116,8 @@ def build_collector(
     tokenizer: Any,
     stop_token_ids: tuple[int, ...],
     is_reproducible: bool,
-) -> Collector:
-    """Build the collector of a run.
+) -> tuple[Collector, ScheduleLog]:
+    """Build the collector of a run, and what writes its schedule.
 
     Args:
         engine: Generates.
@@ -90,12 +135,18 @@ def build_collector(
         CheckpointError: a recorded journal is damaged.
     """
     align = group_alignment(generations=config.num_generations_per_prompt, dp_sizes=(place.ranks,))
-    recorded = schedule = None
+    recorded = None
     sampler = make_sampler(config, place.warmup_steps)
-    if config.replay_schedule is not None:
+    header = RunHeader.of(
+        config,
+        seed=place.run_seed,
+        prompts=prompts.fingerprint,
+        stop_token_ids=stop_token_ids,
+        warmup_steps=place.warmup_steps,
+    )
+    if config.replay_schedule is not None and place.max_steps is not None:
         fingerprint = rollout_fingerprint(prompts, place.run_seed, config, stop_token_ids)
-        recorded = _recording(config.replay_schedule, prompts, fingerprint, is_reproducible)
-        schedule = ChunkSchedule.load(config.replay_schedule)
+        recorded = _recording(config.replay_schedule, prompts, fingerprint, header, place, is_reproducible)
     check_drops(
         config.failures,
         samplers_stamp=sampler.capabilities.stamps_targets,
@@ -104,7 +155,7 @@ def build_collector(
         generations=config.num_generations_per_prompt,
         row_multiple=place.ranks,
     )
-    return Collector(
+    collector = Collector(
         engine,
         prompts,
         PromptStream(len(prompts), place.run_seed, config.shuffle),
@@ -115,17 +166,26 @@ def build_collector(
         run_seed=place.run_seed,
         align=align,
         stop_token_ids=stop_token_ids,
-        schedule=schedule,
+        schedule=None if recorded is None else recorded.chunks,
         recorded=recorded,
         warmup_steps=place.warmup_steps,
         directory=place.directory,
     )
+    path = None if place.directory is None else place.directory / SCHEDULE
+    return collector, ScheduleLog(path, header, recorded)
 
 
-def _recording(path: str, prompts: PromptSet, fingerprint: str, is_reproducible: bool) -> RecordedRun:
-    journal = Path(path).parent / JOURNAL
-    groups = Journal.read(journal, fingerprint, prompts) if journal.is_dir() else []
-    recorded = RecordedRun.load(path, groups)
+def _recording(
+    path: str, prompts: PromptSet, fingerprint: str, header: RunHeader, place: RunPlace, is_reproducible: bool
+) -> RecordedRun:
+    folder = Path(path).parent
+    if place.directory is not None:
+        is_other = folder.resolve() != place.directory.resolve()
+        why = "is this run's own, which it would write over"
+        require(is_other, "replay_schedule", path, why, "give the replay a folder of its own")
+    recorded = RecordedRun.load(
+        path, header, place.max_steps or 0, lambda: Journal.read(folder / JOURNAL, fingerprint, prompts)
+    )
     require(
         is_reproducible or not recorded.generates,
         "replay_schedule",

@@ -1,14 +1,15 @@
 """The collector: runs the rollouts in a thread of its own and hands finished prompt groups to the trainer."""
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning_ppo.batch import PromptGroup
 from lightning_ppo.errors import CheckpointError, RolloutError
+from lightning_ppo.rollout.claims import Claim, Claims
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.engine import Engine
 from lightning_ppo.rollout.failures import FailureBudget
@@ -29,16 +30,6 @@ from lightning_ppo.rollout.snapshot import Snapshots, rollout_fingerprint
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.watchdog import Watchdog
 from lightning_ppo.rollout.windows import VersionWindow
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Groups that a PPO step trains next."""
-
-    groups: tuple[PromptGroup, ...]
-    """In draw order; empty only when the step lost its last groups for good."""
-    groups_in_step: int
-    """Groups that the step has in all, as far as is known now."""
 
 
 class Collector:
@@ -90,6 +81,7 @@ class Collector:
         self._run_seed = run_seed
         self._window = VersionWindow.of(config, warmup_steps)
         self._buffer = ReplayBuffer(config.buffer_capacity, config.num_generations_per_prompt)
+        self._claims = Claims(self._buffer, stream.ledger, recorded)
         self._selection = Selection(self._buffer, sampler, config, align, schedule)
         self._responder = Responder(engine, reward, tokenizer)
         self._budget = FailureBudget(config.failures)
@@ -117,6 +109,7 @@ class Collector:
             window=self._window,
             fingerprint=rollout_fingerprint(prompts, run_seed, config, stop_token_ids),
             directory=directory,
+            recorded=recorded,
         )
         self._watchdog = Watchdog(config.timeout_s, config.failures.stall_action, self._describe)
         self._thread = LoopThread("rollout-collector", self._crashed)
@@ -125,7 +118,6 @@ class Collector:
         self._failure: BaseException | None = None
         self._started = False
         self._waits = 0
-        self._claimed: dict[int, GroupRecord] = {}
 
     def open(self) -> None:
         """Start the event loop; `start` and `jobs` do it themselves.
@@ -165,11 +157,17 @@ class Collector:
             RolloutError: responses were still being generated after `timeout_s`; the message names them.
             BaseException: what made the rollouts fail, itself.
         """
-        if self._started:
-            timeout_s = self._config.timeout_s
-            self._thread.wait(
-                self._pump.drain(), self._responder.describe, timeout_s, lambda: self._check(poll), poll_s
-            )
+        if not self._started:
+            return
+        timeout_s, action = self._config.timeout_s, self._config.failures.stall_action
+        named = self._responder.describe
+        stall = Watchdog(timeout_s, action, lambda: f"still generating {named()}", what="new weights waited")
+
+        def check() -> None:
+            self._check(poll)
+            stall.check()
+
+        self._thread.wait(self._pump.drain(), named, math.inf, check, min(poll_s, timeout_s))
 
     def publish_version(self, version: int) -> None:
         """Tell the admission gate that the engine serves `version` now; does not block."""
@@ -216,7 +214,7 @@ class Collector:
                 if consumed < size:
                     groups = self._selection.pick(ppo_step, size - consumed, self._pump.version)
                 if groups or consumed >= size:
-                    self._claim(groups)
+                    self._claims.take(groups)
                     return Claim(groups, size)
                 self._watchdog.progress(self._pump.commits, self._waits)
                 self._watchdog.check()
@@ -232,12 +230,9 @@ class Collector:
         Raises:
             ValueError: a draw is not being trained; nothing changes.
         """
-        trained = tuple(draws)
-        with self._buffer.changed:
-            self._buffer.release(trained)
-            self._stream.ledger.train(trained)
+        records = self._claims.release(draws)
         self._thread.call(self._pump.wake)
-        return [self._claimed.pop(draw) for draw in trained]
+        return records
 
     # ------------------------------------------------------------------ state
 
@@ -267,11 +262,6 @@ class Collector:
         self._snapshots.close()
 
     # ------------------------------------------------------------------
-
-    def _claim(self, groups: Sequence[PromptGroup]) -> None:
-        self._buffer.claim(groups)
-        self._stream.ledger.claim([group.draw for group in groups])
-        self._claimed.update({group.draw: GroupRecord.of(group) for group in groups})
 
     async def _run_pump(self) -> None:
         try:

@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
@@ -15,21 +15,23 @@ from typing_extensions import override
 from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.errors import RolloutError
 from lightning_ppo.ranks import Relay
-from lightning_ppo.rollout.assembly import SCHEDULE, RunPlace, build_collector, build_engine
-from lightning_ppo.rollout.collector import Collector
+from lightning_ppo.rollout.assembly import RunPlace, build_collector, build_engine, build_ray
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
 from lightning_ppo.rollout.engine import Engine, Generation, GenerationRequest, PolicySpec
+from lightning_ppo.rollout.generators import Generators
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.reward import RewardFunction
-from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.rollout.trainer_process import TrainerProcess
 from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.validation import check_choice, reject, require
+
+if TYPE_CHECKING:
+    from lightning_ppo.rollout.ray.runtime import RayRuntime
 
 log = logging.getLogger(__name__)
 
@@ -84,11 +86,11 @@ class RolloutDataModule(L.LightningDataModule):
         self._validation_set: PromptSet | None = None
         self._position: dict[str, Any] = {}
         """State of the last run's collector, for a save after `fit` and for another `fit` that goes on."""
-        self._engine: Engine | None = None
-        self._collector: Collector | None = None
-        self._remote_reward: Any = None
+        self._generators: Generators | None = None
+        """On rank 0."""
+        self._ray: RayRuntime | None = None
         self._stop_token_ids: tuple[int, ...] = ()
-        self._engine_is_up = self._has_rollouts = False
+        self._engine_is_up = False
         self._process: TrainerProcess | None = None
         self._directory: Path | None = None
 
@@ -96,7 +98,7 @@ class RolloutDataModule(L.LightningDataModule):
 
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
-        return build_engine(self.engine_config, self.ray_config, self.rollout, self._directory, log.info)
+        return build_engine(self.engine_config, self.rollout, self._directory, self._ray, log.info)
 
     def alignment(self, ranks: int) -> int:
         """Groups that every chunk must be a multiple of, so that each rank gets the same number of rows."""
@@ -130,24 +132,22 @@ class RolloutDataModule(L.LightningDataModule):
         self._directory = self._run_directory()
         if not self._trainer().is_global_zero:
             return
-        if self.rollout.reward_workers > 0:
-            from lightning_ppo.rollout.ray.rewards import RemoteReward
-
-            self._remote_reward = RemoteReward(self.reward, self.rollout.reward_workers, self.ray_config)
-            reward = RewardFunction(self._remote_reward, self._train_set.columns, timeout_s)
-        self._engine = self.make_engine()
-        self._collector = build_collector(
-            self._engine,
+        self._ray = build_ray(self.engine_config, self.rollout, self.ray_config)
+        engine = self.make_engine()
+        max_steps = self._trainer().max_epochs if self._trainer().state.fn == TrainerFn.FITTING else None
+        collector, schedule = build_collector(
+            engine,
             self._train_set,
             reward,
             self.rollout,
-            RunPlace(self.run_seed, self._trainer().world_size, warmup_steps, self._directory),
+            RunPlace(self.run_seed, self._trainer().world_size, warmup_steps, self._directory, max_steps),
             tokenizer=tokenizer,
             stop_token_ids=self._stop_token_ids,
             is_reproducible=not isinstance(self.engine_config, VLLMConfig),
         )
+        self._generators = Generators(engine, collector, reward, self.rollout, self._ray, schedule)
         if self._position and self._trainer().global_step > 0:
-            self._collector.load_state_dict(self._position)
+            collector.load_state_dict(self._position)
 
     def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> bool:
         """Start generation's processes with the policy's weights, unless they run already. A collective.
@@ -158,57 +158,33 @@ class RolloutDataModule(L.LightningDataModule):
         if self._engine_is_up:
             return False
         self._process = TrainerProcess.confine(self.engine_config)
-
-        def work(poll: Callable[[], None]) -> None:
-            if self._engine is not None:
-                self._rank_zero_collector().open()
-                if self._remote_reward is not None:
-                    self._remote_reward.start()
-                self._engine.start(spec)
-                self._engine.update_weights(weights, policy_version)
-
-        self._relay().run(work)
+        self._relay().run(lambda poll: self._rank_zero().start(spec, weights, policy_version))
         self._engine_is_up = True
         return True
 
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
         """Start generating for training."""
-        if self._collector is not None:
-            self._has_rollouts = True
-            self._collector.start(ppo_step, policy_version)
+        if self._generators is not None:
+            self._generators.start_rollouts(ppo_step, policy_version)
 
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
-        if self._collector is not None:
-            if self._has_rollouts:
-                self._position = self._collector.state_dict()
-            self._collector.close()
-        for part in (self._engine, self._remote_reward):
-            if part is not None:
-                part.close()
-        self._collector = self._engine = self._remote_reward = None
-        self._engine_is_up = self._has_rollouts = False
+        if self._generators is not None:
+            self._position = self._generators.close() or self._position
+        self._generators = self._ray = None
+        self._engine_is_up = False
         if self._process is not None:
             self._process.release()
             self._process = None
 
-    # ------------------------------------------------------------------ what the PPO step asks for
+    # ------------------------------------------------------------------ what the PPO step asks for; collectives
 
     def refit(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Make the engine serve new weights (none: just the number), then let rollouts of that version start.
 
-        A collective. Without `in_flight_weight_updates`, responses in flight are finished first.
+        Without `in_flight_weight_updates`, responses in flight are finished first.
         """
-
-        def work(poll: Callable[[], None]) -> None:
-            collector = self._rank_zero_collector()
-            if not self.rollout.in_flight_weight_updates or self.rollout.replay_schedule is not None:
-                collector.drain(poll)
-            if self._engine is not None:
-                self._engine.update_weights(weights, policy_version)
-            collector.publish_version(policy_version)
-
-        self._relay().run(work)
+        self._relay().run(lambda poll: self._rank_zero().refit(poll, weights, policy_version))
 
     @property
     def refit_tolerance(self) -> float | None:
@@ -223,23 +199,17 @@ class RolloutDataModule(L.LightningDataModule):
         return prompts[0]
 
     def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
-        """Have every replica of the engine answer the same request. A collective."""
+        """Have every replica of the engine answer the same request."""
         timeout_s = self.rollout.timeout_s
-        return self._relay().run(lambda poll: self._rank_zero_collector().jobs.probe(request, timeout_s, poll))
+        return self._relay().run(lambda poll: self._rank_zero().collector.jobs.probe(request, timeout_s, poll))
 
     def sleep(self) -> None:
-        """Take the engine off the training device (`rollout.colocated`). A collective."""
-
-        def work(poll: Callable[[], None]) -> None:
-            self._rank_zero_collector().drain(poll)
-            if self._engine is not None:
-                self._engine.sleep()
-
-        self._relay().run(work)
+        """Take the engine off the training device (`rollout.colocated`)."""
+        self._relay().run(lambda poll: self._rank_zero().sleep(poll))
 
     def wake(self) -> None:
-        """Give the engine the device again; `refit` must follow. A collective."""
-        self._relay().run(lambda poll: None if self._engine is None else self._engine.wake())
+        """Give the engine the device again; `refit` must follow."""
+        self._relay().run(lambda poll: self._rank_zero().wake())
 
     def release(self, ppo_step: int, chunks: Sequence[tuple[int, ...]]) -> None:
         """Give the places of trained groups back, and write the step into the run's schedule.
@@ -248,15 +218,11 @@ class RolloutDataModule(L.LightningDataModule):
             ppo_step: The step that trained them.
             chunks: Draws of each of its chunks.
         """
-        if self._collector is None:
-            return
-        records = self._collector.release([draw for chunk in chunks for draw in chunk])
-        if self._directory is not None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            ChunkSchedule.append(self._directory / SCHEDULE, ppo_step, chunks, records)
+        if self._generators is not None:
+            self._generators.release(ppo_step, chunks)
 
     def sample(self, prompts: Sequence[Prompt], *, namespace: str, num_samples: int = 1) -> list[Trajectory]:
-        """Sample responses outside of training, with the validation sampling settings. A collective.
+        """Sample responses outside of training, with the validation sampling settings.
 
         Args:
             prompts: What to answer.
@@ -265,7 +231,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
 
         def work(poll: Callable[[], None]) -> list[Trajectory]:
-            return self._rank_zero_collector().jobs.sample(
+            return self._rank_zero().collector.jobs.sample(
                 prompts,
                 seed_namespace=namespace,
                 num_samples=num_samples,
@@ -303,11 +269,11 @@ class RolloutDataModule(L.LightningDataModule):
 
         Not Lightning's `state_dict`, which is stored under the class's name: a renamed subclass would lose its place.
         """
-        if self._collector is None:
+        if self._generators is None:
             return self._position
         if ppo_step is not None:
-            self._collector.checkpointed(ppo_step)
-        return self._collector.state_dict()
+            self._generators.collector.checkpointed(ppo_step)
+        return self._generators.collector.state_dict()
 
     def load_position(self, position: dict[str, Any]) -> None:
         """Continue where a checkpoint was saved.
@@ -315,8 +281,8 @@ class RolloutDataModule(L.LightningDataModule):
         Raises:
             CheckpointError: the position is damaged, or belongs to other prompts, seed or shuffle setting.
         """
-        if self._collector is not None and self._trainer().state.fn == TrainerFn.FITTING:
-            self._collector.load_state_dict(position)
+        if self._generators is not None and self._trainer().state.fn == TrainerFn.FITTING:
+            self._generators.collector.load_state_dict(position)
             self._position = position
 
     def _next_share(self, ppo_step: int, consumed: int) -> Share:
@@ -324,7 +290,7 @@ class RolloutDataModule(L.LightningDataModule):
         trainer = self._trainer()
 
         def work(poll: Callable[[], None]) -> list[Share]:
-            claim = self._rank_zero_collector().next_groups(ppo_step, consumed, poll)
+            claim = self._rank_zero().collector.next_groups(ppo_step, consumed, poll)
             return deal(claim.groups, trainer.world_size, claim.groups_in_step)
 
         return self._relay().run(work)[trainer.global_rank]
@@ -336,10 +302,10 @@ class RolloutDataModule(L.LightningDataModule):
             raise reject("strategy", name, "cannot deal rollouts out", "set strategy=StreamingPPOStrategy()")
         return strategy.relay
 
-    def _rank_zero_collector(self) -> Collector:
-        if self._collector is None:
+    def _rank_zero(self) -> Generators:
+        if self._generators is None:
             raise RolloutError("rollouts are not set up; run Trainer.fit, validate or predict")
-        return self._collector
+        return self._generators
 
     def _trainer(self) -> L.Trainer:
         if self.trainer is None:

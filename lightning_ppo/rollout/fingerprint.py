@@ -9,7 +9,8 @@ from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.errors import EngineError
 from lightning_ppo.rollout.engine import Generation, GenerationRequest, SamplingParams
 
-PROBE_TOKENS = 8
+PROBE_TOKENS = 2
+"""The first comes from the prefill, the second from a decode step; more would only take longer."""
 
 
 def probe_request(prompt: Prompt, policy_version: int, temperature: float) -> GenerationRequest:

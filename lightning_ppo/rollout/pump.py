@@ -77,6 +77,9 @@ class Pump:
         """Groups with a slot that wait for their dispatch, with the responses they have already."""
         self._attempts: dict[int, int] = {}
         """Attempts that groups which start again have behind them: an aborted request may still hold its name."""
+        self._oldest_allowed = 0
+        self._failure: BaseException | None = None
+        """What ended the rollouts, known before every other group is cancelled."""
         self.version = 0
         """The published policy version; the trainer's thread sets it, then has `on_version` called in the loop."""
         self.commits = 0
@@ -90,10 +93,18 @@ class Pump:
         self._wake.set()
 
     async def drain(self) -> None:
-        """Dispatch nothing until a version is published, and return when nothing is being generated."""
+        """Dispatch nothing until a version is published, and return when nothing is being generated.
+
+        Responses that are being rewarded are not waited for.
+
+        Raises:
+            BaseException: what ended the rollouts meanwhile, itself.
+        """
         self._responder.hold()
-        while not self._is_drained:
+        while self._failure is None and not self._is_drained:
             await asyncio.sleep(DRAIN_POLL_S)
+        if self._failure is not None:
+            raise self._failure
 
     def on_version(self, oldest_allowed: int) -> None:
         """A version was published: dispatch again, and start over what would be too old when it is finished.
@@ -102,9 +113,11 @@ class Pump:
             oldest_allowed: The oldest version that may still be trained.
         """
         self._responder.reopen()
+        self._oldest_allowed = oldest_allowed
         for slot in self._buffer.pending():
             aborts = self._sampler.aborts_inflight(slot.start_version, self.version)
-            if slot.draw in self._running and (aborts or slot.start_version < oldest_allowed):
+            is_outdated = aborts or slot.start_version < oldest_allowed
+            if is_outdated and slot.draw in self._running and slot.draw not in self._outdated:
                 self._outdated.add(slot.draw)
                 self._running[slot.draw][0].cancel()
         self.wake()
@@ -127,10 +140,10 @@ class Pump:
 
     @property
     def _is_drained(self) -> bool:
-        # a repeated run may only go on when everything of this version was dispatched
-        if self._recorded is not None and not (self._recorded.is_done(self.version) and not self._again):
-            return False
-        return not self._responder.generating
+        if self._recorded is None:
+            return not self._responder.generating
+        # everything of this version is dispatched, and rewarded too: a checkpoint of this step must hold all of it
+        return self._recorded.is_done(self.version) and not self._again and not self._running
 
     async def run(self) -> None:
         """Dispatch groups until cancelled.
@@ -138,17 +151,26 @@ class Pump:
         Raises:
             BaseException: the first error of any group, itself; every other group is cancelled and its slot freed.
         """
-        failure: BaseException
         try:
             async with asyncio.TaskGroup() as groups:
-                while True:
-                    # Whatever opens a gate changes its state first and sets the event later, in this loop.
-                    self._wake.clear()
-                    if not self._dispatch(groups):
-                        await self._wake.wait()
+                await self._dispatch_for_ever(groups)
         except BaseExceptionGroup as group:
-            failure = first_error(group)
+            failure = first_error(group) if self._failure is None else self._failure
+        finally:
+            while self._again:
+                self._give_up(self._again.popleft()[0])
         raise failure
+
+    async def _dispatch_for_ever(self, groups: asyncio.TaskGroup) -> None:
+        try:
+            while True:
+                # Whatever opens a gate changes its state first and sets the event later, in this loop.
+                self._wake.clear()
+                if not self._dispatch(groups):
+                    await self._wake.wait()
+        except Exception as error:
+            self._failure = error
+            raise
 
     def _dispatch(self, groups: asyncio.TaskGroup) -> bool:
         """Dispatch one group if every gate is open."""
@@ -156,6 +178,9 @@ class Pump:
             self.waiting_for = "the weight update"
         elif len(self._running) >= self._config.inflight_capacity:
             self.waiting_for = "an in-flight permit"
+        elif self._again and self._again[0][0].draw in self._running:
+            # finished and found too old in the same turn of the loop
+            self.waiting_for = "the end of a task"
         elif self._again:
             self._start(groups, *self._again.popleft())
             return True
@@ -194,6 +219,11 @@ class Pump:
 
     def _start(self, groups: asyncio.TaskGroup, slot: PendingGroup, finished: Mapping[int, Trajectory]) -> None:
         self.waiting_for = "nothing"
+        if slot.start_version < self._oldest_allowed:
+            finished = {}
+        if not finished and slot.start_version != self.version:
+            # it waited for its dispatch while versions went by
+            slot = self._buffer.regenerate(slot.draw, self.version)
         size = self._config.num_generations_per_prompt
         work = GroupTask(
             self._responder,
@@ -227,8 +257,6 @@ class Pump:
             group = self._buffer.commit(slot.group_id, trajectories, self.version)
             self._stream.ledger.finish(slot.draw)
             self.commits += 1
-        if self._recorded is not None:
-            self._recorded.check(group)
         self._on_commit(group)
 
     def _drop(self, slot: PendingGroup, reason: str) -> None:
@@ -246,16 +274,23 @@ class Pump:
     def _ended(self, slot: PendingGroup, work: GroupTask, names: list[str], task: "asyncio.Task[None]") -> None:
         self._responder.forget(names)
         del self._running[slot.draw]
-        failed = task.cancelled() or task.exception() is not None
-        if slot.draw in self._outdated:
-            self._outdated.discard(slot.draw)
+        was_cancelled, was_outdated = task.cancelled(), slot.draw in self._outdated
+        self._outdated.discard(slot.draw)
+        error = None if was_cancelled else task.exception()
+        if error is not None and self._failure is None:
+            self._failure = error
+        # an outdated one may have been finished in the same turn of the loop: its age decides as for any other
+        if was_cancelled and was_outdated:
             self._attempts[slot.draw] = work.next_attempt
-            # it may have been finished in the same turn of the loop: then its age decides as for any other
-            if failed:
-                with self._buffer.changed:
-                    again = self._buffer.regenerate(slot.draw, self.version)
-                    self._stream.ledger.regenerate(slot.draw)
-                self._again.append((again, {}))
-        elif failed:
-            self._buffer.remove(slot.group_id)
+            with self._buffer.changed:
+                again = self._buffer.regenerate(slot.draw, self.version)
+                self._stream.ledger.regenerate(slot.draw)
+            self._again.append((again, {}))
+        elif was_cancelled or error is not None:
+            self._give_up(slot)
         self._wake.set()
+
+    def _give_up(self, slot: PendingGroup) -> None:
+        with self._buffer.changed:
+            self._buffer.remove(slot.group_id)
+            self._stream.give_back(slot.draw)

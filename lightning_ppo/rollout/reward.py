@@ -57,6 +57,8 @@ class RewardFunction:
         columns: frozenset[str],
         timeout_s: float = RolloutConfig.reward_timeout_s,
     ) -> None:
+        self.source = reward
+        """The callable or its import path, as it was given."""
         self._reward = resolve_reward(reward)
         self._timeout_s = timeout_s
         self._name = getattr(self._reward, "__qualname__", type(self._reward).__qualname__)
@@ -81,6 +83,10 @@ class RewardFunction:
                 have = ", ".join(sorted(columns)) or "none"
                 why = f"asks for {parameter.name}, which is neither prompt nor response nor a column of every row"
                 raise reject("reward", self._name, why, f"name one of the columns ({have}) or give it a default")
+
+    def run_by(self, remote: Callable[..., Any]) -> None:
+        """Have the callable run elsewhere from now on: `remote` takes the same arguments and returns an awaitable."""
+        self._reward = remote
 
     async def __call__(self, prompt: Prompt, response_text: str, finish_reason: FinishReason) -> float:
         """Reward one response.

@@ -1,15 +1,78 @@
-"""The schedule of a run, one line per PPO step: written while it trains, replayed for a bitwise equal run."""
+"""The schedule of a run, `schedule.jsonl`: written while it trains, replayed for a bitwise equal run.
+
+A line `{"run": {...}}` stands before the first step of every start (`RunHeader`); a start that resumes at step s voids
+the lines of s and later steps before it. Every PPO step adds a line::
+
+    {"ppo_step": s, "chunks": [[draw, ...], ...], "groups": [[version, responses, rewards], ...], "weights": n}
+
+`groups` holds a `GroupRecord` row for every draw, in the order of the chunks; the step is their target step. `weights`
+is the checksum of the policy after the step.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_ppo.errors import DataError
 from lightning_ppo.rollout.group_record import GroupRecord
+from lightning_ppo.rollout.run_header import RunHeader
 
 Chunks = tuple[tuple[int, ...], ...]
 """Draws of each chunk of one PPO step, chunks in training order."""
+
+_WANTED = '{"ppo_step": s, "chunks": [[draw, ...], ...], ...}'
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One PPO step of a schedule."""
+
+    chunks: Chunks
+    groups: tuple[GroupRecord, ...] = ()
+    """In the order of the chunks' draws; empty if they were not recorded."""
+    weights: int | None = None
+    """Checksum of the policy after the step."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What stands in a `schedule.jsonl`."""
+
+    headers: tuple[RunHeader, ...]
+    """One per start of the run."""
+    steps: Mapping[int, StepRecord]
+
+    @classmethod
+    def load(cls, path: str | Path, field: str = "replay_schedule") -> "Schedule":
+        """Read a file. Of a step that stands there twice (after a resume) the last line counts.
+
+        Args:
+            path: The file.
+            field: The setting that names it, for messages.
+
+        Raises:
+            DataError: the file cannot be read, or a line is malformed; the message names the line.
+        """
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{field}={path} cannot be read ({error}); give the schedule.jsonl of a run") from error
+        headers: list[RunHeader] = []
+        steps: dict[int, StepRecord] = {}
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if isinstance(row, dict) and set(row) == {"run"}:
+                    headers.append(RunHeader.from_row(row["run"]))
+                    steps = {step: record for step, record in steps.items() if step < headers[-1].ppo_step}
+                else:
+                    step, steps_record = _parse(row)
+                    steps[step] = steps_record
+            except ValueError as error:
+                raise DataError(f"{path} line {number}: {error}; every line must be {_WANTED}") from error
+        return cls(tuple(headers), steps)
 
 
 class ChunkSchedule:
@@ -26,32 +89,21 @@ class ChunkSchedule:
 
     @classmethod
     def load(cls, path: str | Path) -> "ChunkSchedule":
-        """Read a `schedule.jsonl`. Of a step that stands there twice (after a resume) the last line counts.
+        """Read the chunks of a `schedule.jsonl`; see `Schedule.load`.
 
         Raises:
-            DataError: the file cannot be read, or a line is not
-                `{"ppo_step": s, "chunks": [[draw, ...], ...], ...}` with whole numbers, every draw
-                once, no empty chunk.
+            DataError: the file cannot be read, or a line is malformed.
         """
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(
-                f"replay_chunks={path} cannot be read ({error}); give the schedule.jsonl of a run"
-            ) from error
-        steps: dict[int, Chunks] = {}
-        for number, line in enumerate(lines, 1):
-            try:
-                step, chunks = _parse(json.loads(line))
-            except ValueError as error:
-                wanted = '{"ppo_step": s, "chunks": [[draw, ...], ...], ...}'
-                raise DataError(f"{path} line {number}: {error}; every line must be {wanted}") from error
-            steps[step] = chunks
-        return cls(steps, str(path))
+        steps = Schedule.load(path, "replay_chunks").steps
+        return cls({step: record.chunks for step, record in steps.items()}, str(path))
 
     @staticmethod
     def append(
-        path: str | Path, ppo_step: int, chunks: Iterable[Sequence[int]], groups: Iterable[GroupRecord] = ()
+        path: str | Path,
+        ppo_step: int,
+        chunks: Iterable[Sequence[int]],
+        groups: Iterable[GroupRecord] = (),
+        weights: int | None = None,
     ) -> None:
         """Append one finished PPO step to `path`, creating the file if need be.
 
@@ -59,13 +111,21 @@ class ChunkSchedule:
             path: The file.
             ppo_step: The step.
             chunks: Draws of each of its chunks.
-            groups: What `RecordedRun` needs about each of its groups.
+            groups: Records of its groups, in the order of the chunks' draws.
+            weights: Checksum of the policy after it.
         """
         row: dict[str, Any] = {"ppo_step": ppo_step, "chunks": [list(chunk) for chunk in chunks]}
         records = [record.as_row() for record in groups]
-        line = json.dumps(row | {"groups": records} if records else row)
-        with Path(path).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        if records:
+            row["groups"] = records
+        if weights is not None:
+            row["weights"] = weights
+        _append(path, row)
+
+    @staticmethod
+    def start(path: str | Path, header: RunHeader) -> None:
+        """Append the header of a run that starts now, creating the file if need be."""
+        _append(path, {"run": header.as_row()})
 
     def chunks_of(self, ppo_step: int) -> Chunks:
         """Return the chunks of a PPO step.
@@ -107,10 +167,15 @@ class ChunkSchedule:
         )
 
 
-def _parse(row: Any) -> tuple[int, Chunks]:
-    if not isinstance(row, dict) or set(row) - {"groups"} != {"ppo_step", "chunks"}:
+def _append(path: str | Path, row: dict[str, Any]) -> None:
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+def _parse(row: Any) -> tuple[int, StepRecord]:
+    if not isinstance(row, dict) or set(row) - {"groups", "weights"} != {"ppo_step", "chunks"}:
         raise ValueError("not an object with the keys ppo_step and chunks")
-    step, chunks = row["ppo_step"], row["chunks"]
+    step, chunks, groups, weights = row["ppo_step"], row["chunks"], row.get("groups", []), row.get("weights")
     if not _is_count(step):
         raise ValueError(f"ppo_step={step!r} is not a whole number >= 0")
     if not isinstance(chunks, list) or not chunks or not all(isinstance(chunk, list) and chunk for chunk in chunks):
@@ -120,7 +185,12 @@ def _parse(row: Any) -> tuple[int, Chunks]:
         raise ValueError("a draw is not a whole number >= 0")
     if len(set(draws)) != len(draws):
         raise ValueError("a draw stands there twice")
-    return step, tuple(tuple(chunk) for chunk in chunks)
+    if not isinstance(groups, list) or (groups and len(groups) != len(draws)):
+        raise ValueError(f"groups is not a list of {len(draws)} records")
+    if weights is not None and not _is_count(weights):
+        raise ValueError(f"weights={weights!r} is not a whole number >= 0")
+    records = [GroupRecord.from_row(draw, record) for draw, record in zip(draws, groups, strict=bool(groups))]
+    return step, StepRecord(tuple(tuple(chunk) for chunk in chunks), tuple(records), weights)
 
 
 def _is_count(value: Any) -> bool:

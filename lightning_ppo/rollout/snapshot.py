@@ -13,8 +13,9 @@ from lightning_ppo.rollout.failures import FailureBudget
 from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.pump import Pump
+from lightning_ppo.rollout.recorded_run import RecordedRun
 from lightning_ppo.rollout.replay import ReplayBuffer
-from lightning_ppo.rollout.restore import plan_restore
+from lightning_ppo.rollout.restore import RestorePlan, plan_restore
 from lightning_ppo.rollout.sampler_protocol import Sampler
 from lightning_ppo.rollout.saved_rollouts import PendingDraw, SavedRollouts, decode_rollouts, encode_rollouts
 from lightning_ppo.rollout.stream import PromptStream
@@ -48,6 +49,7 @@ class Snapshots:
         window: How old a rollout may be.
         fingerprint: See `rollout_fingerprint`.
         directory: The run's folder; None keeps no journal.
+        recorded: An earlier run that is repeated.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Snapshots:
         window: VersionWindow,
         fingerprint: str,
         directory: Path | None,
+        recorded: RecordedRun | None = None,
     ) -> None:
         self._buffer = buffer
         self._prompts = prompts
@@ -73,6 +76,7 @@ class Snapshots:
         self._config = config
         self._window = window
         self._fingerprint = fingerprint
+        self._recorded = recorded
         self._directory = None if directory is None or not config.journal else directory / JOURNAL
         self._journal: Journal | None = None
         if self._directory is not None:
@@ -153,24 +157,13 @@ class Snapshots:
             The target step of every group that has a slot now.
 
         Raises:
-            CheckpointError: the journal beside the checkpoint is damaged; `restore=none` does without it.
+            CheckpointError: the journal beside the checkpoint is damaged (`restore=none` does without it), or the
+                checkpoint does not fit the run that is repeated.
         """
-        if self._loaded is None:
+        if self._loaded is None and self._recorded is None:
             return []
-        config, saved = self._config, self._saved
-        plan = plan_restore(
-            saved.ready,
-            self._read_journal(),
-            saved.in_flight,
-            is_done=self._stream.ledger.is_done,
-            ppo_step=ppo_step,
-            policy_version=version,
-            window=self._window,
-            mode=config.restore,
-            groups_per_step=config.num_prompts_per_step,
-            capacity=config.buffer_capacity,
-            group_size=config.num_generations_per_prompt,
-        )
+        saved = self._saved
+        plan = self._plan(ppo_step, version)
         with self._buffer.changed:
             for group in plan.ready:
                 self._stream.take(group.draw)
@@ -183,7 +176,7 @@ class Snapshots:
                 start = item.start_version if item.finished else version
                 self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
                 self._pump.dispatch_again(self._buffer.pending_group(item.draw), item.finished)
-        if self._journal is not None:
+        if self._journal is not None and self._loaded is not None:
             self._journal.fork(plan.ready, ppo_step, saved.lineage, version)
         self._loaded, self._saved = None, SavedRollouts()
         if plan.ready or plan.pending:
@@ -194,6 +187,25 @@ class Snapshots:
         """Close the journal; safe to call twice."""
         if self._journal is not None:
             self._journal.close()
+
+    def _plan(self, ppo_step: int, version: int) -> RestorePlan:
+        config, saved, is_done = self._config, self._saved, self._stream.ledger.is_done
+        if self._recorded is not None:
+            groups = (*saved.ready, *self._read_journal()) if self._recorded.generates else ()
+            return RestorePlan(ready=self._recorded.take_over(groups, ppo_step, version, is_done))
+        return plan_restore(
+            saved.ready,
+            self._read_journal(),
+            saved.in_flight,
+            is_done=is_done,
+            ppo_step=ppo_step,
+            policy_version=version,
+            window=self._window,
+            mode=config.restore,
+            groups_per_step=config.num_prompts_per_step,
+            capacity=config.buffer_capacity,
+            group_size=config.num_generations_per_prompt,
+        )
 
     def _decode(self, state: Mapping[str, Any]) -> SavedRollouts:
         config = self._config

@@ -24,6 +24,7 @@ class Watchdog:
         action: `abort` raises, `warn` logs once per stall.
         describe: Says in one line what is in flight and what dispatch waits for.
         clock: Monotonic seconds.
+        what: What did not get on; `describe` says why.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class Watchdog:
         action: Literal["abort", "warn"],
         describe: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
+        what: str = "no prompt group was finished",
     ) -> None:
         self._timeout_s = timeout_s
         self._action = action
         self._describe = describe
         self._clock = clock
+        self._what = what
         self._counters: tuple[int, ...] | None = None
         self._since_s: float | None = None
         self._warned = False
@@ -67,7 +70,7 @@ class Watchdog:
             self._since_s = self._clock()
         if self.left_s > 0:
             return
-        what = f"no prompt group was finished for timeout_s={self._timeout_s:g}; {self._describe()}; "
+        what = f"{self._what} for timeout_s={self._timeout_s:g}; {self._describe()}; "
         instead = "look at the engine's log, or set a longer timeout_s"
         if self._action == "abort":
             raise RolloutError(what + instead)

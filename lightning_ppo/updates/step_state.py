@@ -24,9 +24,10 @@ class StepState:
     generation_s: float = 0.0
 
     def add(self, chunk: Chunk, rows: tuple[TrainRow, ...]) -> None:
-        """Take a chunk in."""
+        """Take a chunk in. The one that only tells that the step lost its last groups is none."""
         self.rows.extend(rows)
-        self.chunks.append(chunk.draws)
+        if chunk.draws:
+            self.chunks.append(chunk.draws)
         self.generation_s = max((self.generation_s, *chunk.generation_s))
 
     def totals(self, ranks: Ranks) -> "StepTotals":

@@ -59,7 +59,7 @@ def launch(runtime, tmp_path):
 
     def make(*words, log_folder=None, on_gpus=False, ray=None, device="cpu", command=None, **settings):
         ray_config = RayConfig(**{"num_cpus_per_server": 0.5, **(ray or {})})
-        config = VLLMConfig(placement="ray", ray=ray_config, device=device, **settings)
+        config = VLLMConfig(placement="ray", device=device, **settings)
         launcher = RayLauncher(runtime, config, command or Command(words), log_folder, on_gpus=on_gpus)
         launchers.append(launcher)
         return launcher

@@ -10,7 +10,17 @@ from collections import defaultdict
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import Generation, GenerationRequest
 from lightning_ppo.rollout.local.process import WorkerProcess
-from lightning_ppo.rollout.local.protocol import Abort, Command, Done, Finished, Ready, Refused, Reply, Submit
+from lightning_ppo.rollout.local.protocol import (
+    Abort,
+    Command,
+    Done,
+    Finished,
+    Ready,
+    Refused,
+    Reply,
+    Submit,
+    Unserved,
+)
 
 _LIVENESS_S = 0.25
 _JOIN_S = 5.0
@@ -47,6 +57,7 @@ class Channel:
         """Send a request and wait for its response; cancelling the awaiting task aborts it.
 
         Raises:
+            EngineError: the engine is asleep.
             EngineDiedError: the process is gone.
         """
         loop = asyncio.get_running_loop()
@@ -128,6 +139,8 @@ class Channel:
                     reply: Reply = commands.recv()
                     if isinstance(reply, Finished):
                         self._deliver(reply)
+                    elif isinstance(reply, Unserved):
+                        self._refuse(reply)
                     else:
                         self._replies.put(reply)
                 elif not self._process.is_alive():
@@ -157,6 +170,12 @@ class Channel:
             )
             outcomes[loop].append((future, generation))
         _hand_over(outcomes)
+
+    def _refuse(self, unserved: Unserved) -> None:
+        with self._lock:
+            entry = self._pending.pop(unserved.key, None)
+        if entry is not None:
+            _hand_over({entry[0]: [(entry[1], EngineError(unserved.reason))]})
 
     def _fail(self, end: str) -> None:
         with self._lock:

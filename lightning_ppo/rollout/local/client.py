@@ -40,6 +40,8 @@ class LocalEngine:
         self._vocab_size = 0
         self._weights: SharedWeights | None = None
         self._has_weights = False
+        self._is_torn = False
+        """Whether an update failed half-way: the shared memory then holds parts of two policies."""
         self._asleep = False
         self._closed = False
 
@@ -74,8 +76,8 @@ class LocalEngine:
         """Sample one response. Cancelling the awaiting task aborts the request.
 
         Raises:
-            EngineError: the engine has no weights yet, the request leaves no room for a response, or it is out of
-                range.
+            EngineError: the engine has no weights yet or is asleep, the request leaves no room for a response, or it is
+                out of range.
             EngineDiedError: the engine is gone.
         """
         channel = self._running()
@@ -88,6 +90,8 @@ class LocalEngine:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Serve these weights as `version`; blocks until the engine does. Requests in flight continue.
+
+        An engine that is asleep serves them from `wake` on.
 
         Args:
             weights: Hugging Face names and tensors of a whole state dict; of tied tensors one name is enough. Every
@@ -108,7 +112,9 @@ class LocalEngine:
                 raise EngineError("weights=() is empty in the first update; send the whole state dict once")
             self._confirm(channel, SetWeights(version, None, changed=False))
         elif self._weights is not None:
+            self._is_torn = True
             self._weights.write(itertools.chain([first], pairs))
+            self._is_torn = False
             self._confirm(channel, SetWeights(version, None, changed=True))
         else:
             weights_buffer = SharedWeights.create(itertools.chain([first], pairs))
@@ -128,9 +134,12 @@ class LocalEngine:
         """Give the device's memory back until `wake`; nothing may be in flight. Without effect if it sleeps.
 
         Raises:
-            EngineError: the engine did not confirm within `config.update_timeout_s`.
+            EngineError: responses are in flight, the last update was incomplete (the engine stays awake in both cases),
+                or the engine did not confirm within `config.update_timeout_s`.
+            EngineDiedError: the engine is gone.
         """
         if not self._asleep:
+            self._check_whole()
             self._confirm(self._running(), SetSleep(asleep=True), "free its memory")
             self._asleep = True
 
@@ -138,9 +147,11 @@ class LocalEngine:
         """Take the device again, with the weights that were sent last. Without effect if it is awake.
 
         Raises:
-            EngineError: the engine did not confirm within `config.update_timeout_s`.
+            EngineError: the last update was incomplete, or the engine did not confirm within `config.update_timeout_s`.
+            EngineDiedError: the engine is gone.
         """
         if self._asleep:
+            self._check_whole()
             self._confirm(self._running(), SetSleep(asleep=False), "take its memory")
             self._asleep = False
 
@@ -167,6 +178,10 @@ class LocalEngine:
         self, channel: Channel, command: Command, what: str = "confirm new weights", fd: int | None = None
     ) -> None:
         channel.ask(command, "update_timeout_s", self._config.update_timeout_s, what, fd)
+
+    def _check_whole(self) -> None:
+        if self._is_torn:
+            raise EngineError("weights=incomplete since the last update failed; send the whole state dict first")
 
     def _running(self) -> Channel:
         if self._closed:

@@ -69,8 +69,16 @@ class Done:
 
 @dataclass(frozen=True)
 class Refused:
-    """The engine cannot do what the last `Start` or `SetWeights` asked for; it goes on as before."""
+    """The engine cannot do what the last `Start`, `SetWeights` or `SetSleep` asked for; it goes on as before."""
 
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """This request came while the engine was asleep: no response follows."""
+
+    key: int
     reason: str
 
 
@@ -92,7 +100,7 @@ class Finished:
 
 
 Command = Start | Submit | Abort | SetWeights | SetSleep
-Reply = Ready | Done | Refused | Finished
+Reply = Ready | Done | Refused | Unserved | Finished
 
 
 def check_request(request: GenerationRequest, max_context_tokens: int, vocab_size: int) -> None:

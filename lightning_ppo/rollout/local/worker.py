@@ -11,7 +11,6 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,11 +27,8 @@ from lightning_ppo.rollout.local.protocol import (
     SetWeights,
     Start,
     Submit,
+    Unserved,
 )
-
-if TYPE_CHECKING:
-    from lightning_ppo.rollout.local.fallback import BatchScheduler
-    from lightning_ppo.rollout.local.scheduler import SlotScheduler
 
 _PARENT_CHECK_S = 0.5
 
@@ -93,7 +89,10 @@ class Worker:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self._awake().submit(command)
+            if self._scheduler is None:
+                self._replies.send(Unserved(command.key, "engine=local is asleep; call wake first"))
+            else:
+                self._scheduler.submit(command)
         elif isinstance(command, Abort):
             if self._scheduler is not None:
                 self._scheduler.abort(command.key)
@@ -112,25 +111,27 @@ class Worker:
                 self._weights.close()
             self._weights = SharedWeights.attach(command.layout, received[0])
         if command.changed and self._weights is not None:
-            self._awake().load(self._skeleton.canonical(self._weights.views))
+            tensors = self._skeleton.canonical(self._weights.views)
+            # asleep they stay in shared memory, where waking up finds them
+            if self._scheduler is not None:
+                self._scheduler.load(tensors)
         self._version = command.version
         self._replies.send(Done(command.version))
 
     def _set_sleep(self, asleep: bool) -> None:
-        if asleep:
+        if asleep and self._scheduler is not None:
+            if self._scheduler.is_busy:
+                why = "would lose the responses in flight"
+                self._replies.send(Refused(f"engine=local {why}; wait for them, or cancel them, before sleep"))
+                return
             self._scheduler = None
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        elif self._scheduler is None:
+        elif not asleep and self._scheduler is None:
             self._scheduler = self._build()
             if self._weights is not None:
                 self._scheduler.load(self._skeleton.canonical(self._weights.views))
         self._replies.send(Done(self._version))
-
-    def _awake(self) -> "SlotScheduler | BatchScheduler":
-        if self._scheduler is None:
-            raise RuntimeError("the engine is asleep; wake it before anything else")
-        return self._scheduler
 
 
 def _receive(connection: "Connection[Reply, list[Command]]", inbox: "queue.SimpleQueue[list[Command]]") -> None:

@@ -1,13 +1,17 @@
 """The reward workers: least outstanding first, and a new one for each that dies or hangs."""
 
 import asyncio
+import concurrent.futures
 import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from lightning_ppo.errors import ConfigError, EngineError
+from lightning_ppo.rollout.ray.death import cause_of_death
 from lightning_ppo.rollout.ray.resources import check_fits
 from lightning_ppo.rollout.ray.reward_worker import Loaded, RewardCode, RewardWorker
 from lightning_ppo.rollout.ray.runtime import RayRuntime
@@ -16,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 CONCURRENT_CALLS = 1000
 """Calls of an asynchronous function that one worker runs at the same time."""
+_LOOK_S = 1.0
+"""Time between two looks for workers that hang."""
 
 
 class Worker:
@@ -26,6 +32,7 @@ class Worker:
         actor: Handle of a `RewardWorker`.
         ready: Its `Loaded`, as soon as it runs.
         outstanding: Calls that it has not answered.
+        problem: Why it must be replaced.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -34,6 +41,7 @@ class Worker:
         self.actor = actor
         self.ready: Future[Loaded] = actor.ready.remote().future()
         self.outstanding = 0
+        self.problem: str | None = None
 
     def __str__(self) -> str:
         """Return its name, and its process once that is known."""
@@ -44,7 +52,10 @@ class Worker:
 
 
 class RewardPool:
-    """A fixed number of workers. Methods may be called from any thread, `acquire` from any event loop."""
+    """A fixed number of workers. Methods may be called from any thread, `acquire` from any event loop.
+
+    Nothing of Ray is called under the lock: Ray may call `release` on the way, in the same thread.
+    """
 
     def __init__(
         self,
@@ -79,7 +90,9 @@ class RewardPool:
         self._max_replacements = max_replacements
         self._lock = threading.Lock()
         self._waiting: deque[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = deque()
+        self._calls: dict[Future[Any], tuple[Worker, float]] = {}
         self._ended: str | None = None
+        self._stop = threading.Event()
         self.replacements = 0
         self._workers = [self._start(f"reward_worker_{index}") for index in range(num_workers)]
         try:
@@ -87,6 +100,7 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
+        threading.Thread(target=self._look_after, name="reward-workers", daemon=True).start()
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -101,11 +115,13 @@ class RewardPool:
             EngineError: there are no workers any more.
         """
         while True:
+            self._replace_failed()
             with self._lock:
                 if self._ended is not None:
                     raise EngineError(self._ended)
-                worker = min(self._workers, key=lambda one: one.outstanding)
-                if worker.outstanding < self._calls_per_worker:
+                able = (one for one in self._workers if one.problem is None)
+                worker = min(able, key=lambda one: one.outstanding, default=None)
+                if worker is not None and worker.outstanding < self._calls_per_worker:
                     worker.outstanding += 1
                     return worker
                 loop = asyncio.get_running_loop()
@@ -121,37 +137,74 @@ class RewardPool:
                         self._wake(1)
                 raise
 
+    def watch(self, worker: Worker, call: Future[Any], limit_s: float) -> None:
+        """A call has begun. If it has not ended after `limit_s`, even if nobody waits for it, its worker is replaced."""
+        with self._lock:
+            self._calls[call] = (worker, time.monotonic() + limit_s)
+        call.add_done_callback(self._on_end)
+
     def release(self, worker: Worker) -> None:
-        """A call of this worker has ended."""
+        """A call that was counted for this worker has ended, or was not made."""
         with self._lock:
             worker.outstanding -= 1
             self._wake(1)
 
     def replace(self, worker: Worker, why: str) -> None:
         """End a worker and start another one in its place, unless that was done before."""
-        import ray
-
         with self._lock:
+            worker.problem = worker.problem or why
             if self._ended is not None or worker not in self._workers or not self._runtime.is_running:
                 return
             self.replacements += 1
-            place = self._workers.index(worker)
-            ray.kill(worker.actor)
-            if self.replacements > self._max_replacements:
+            self._workers.remove(worker)
+            is_last = self.replacements > self._max_replacements
+            if is_last:
                 self._ended = f"{worker} {why}, and {self._max_replacements} reward workers were replaced before"
-                self._kill_all()
-            else:
-                self._workers[place] = self._start(worker.name)
-                number = f"{self.replacements} of at most {self._max_replacements}"
-                _log.warning("%s %s; it is replaced (%s)", worker, why, number)
-            self._wake(len(self._waiting))
+        self._kill([worker])
+        if is_last:
+            self.close()
+            return
+        _log.warning("%s %s; it is replaced (%d of at most %d)", worker, why, self.replacements, self._max_replacements)
+        replacement = self._start(worker.name)
+        with self._lock:
+            is_late = self._ended is not None
+            if not is_late:
+                self._workers.append(replacement)
+                self._wake(len(self._waiting))
+        if is_late:
+            self._kill([replacement])
 
     def close(self) -> None:
         """End all workers; calls that wait fail. May be called again."""
         with self._lock:
             self._ended = self._ended or "the reward workers are closed"
-            self._kill_all()
+            workers, self._workers = self._workers, []
             self._wake(len(self._waiting))
+        self._stop.set()
+        self._kill(workers)
+
+    def _on_end(self, call: Future[Any]) -> None:
+        error = call.exception()
+        with self._lock:
+            worker, _ = self._calls.pop(call)
+            if error is not None and type(error).__name__.startswith("Actor"):
+                # Before the next call gets it.
+                worker.problem = worker.problem or f"died: {cause_of_death(error)}"
+        self.release(worker)
+
+    def _replace_failed(self) -> None:
+        for worker in self.workers:
+            if worker.problem is not None:
+                self.replace(worker, worker.problem)
+
+    def _look_after(self) -> None:
+        while not self._stop.wait(_LOOK_S):
+            now = time.monotonic()
+            with self._lock:
+                hanging = {worker for worker, due in self._calls.values() if due < now}
+            for worker in hanging:
+                self.replace(worker, "hangs: a call goes on long after its deadline")
+            self._replace_failed()
 
     def _start(self, name: str) -> Worker:
         import ray
@@ -164,14 +217,12 @@ class RewardPool:
         return Worker(name, ray.remote(RewardWorker).options(**options).remote(self._code))
 
     def _wait_ready(self, limit_s: float) -> None:
-        import concurrent.futures
-
         futures = [worker.ready for worker in self._workers]
         _, late = concurrent.futures.wait(futures, limit_s, concurrent.futures.FIRST_EXCEPTION)
         for worker in self._workers:
             error = worker.ready.exception() if worker.ready.done() else None
             if error is not None:
-                raise EngineError(f"{worker} died before it was ready: {first_line(error)}") from error
+                raise EngineError(f"{worker} died before it was ready: {cause_of_death(error)}") from error
         if late:
             free = self._runtime.describe_free(self._need)
             raise EngineError(
@@ -185,10 +236,9 @@ class RewardPool:
                 why = f"cannot load the reward function: {' '.join(text.split())}"
                 raise ConfigError(f"{worker} {why}; make it importable on every node") from failure.rebuild()
 
-    def _kill_all(self) -> None:
+    def _kill(self, workers: Sequence[Worker]) -> None:
         import ray
 
-        workers, self._workers = self._workers, []
         if self._runtime.is_running:
             for worker in workers:
                 ray.kill(worker.actor)
@@ -203,11 +253,6 @@ class RewardPool:
                 # Its event loop is closed; nobody waits there any more.
                 continue
             count -= 1
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of Ray's long messages."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
 
 
 def _finish(turn: asyncio.Future[None]) -> None:

@@ -6,12 +6,12 @@ import inspect
 import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.rollout.ray.reward_pool import CONCURRENT_CALLS, RewardPool, Worker, first_line
+from lightning_ppo.rollout.ray.death import cause_of_death
+from lightning_ppo.rollout.ray.reward_pool import CONCURRENT_CALLS, RewardPool, Worker
 from lightning_ppo.rollout.ray.reward_worker import Failure, RewardCode, is_asynchronous
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.reward import resolve_reward
@@ -113,15 +113,14 @@ class RemoteReward:
                 self._pool.release(worker)
                 raise
             running: Future[Any] = reference.future()
-            running.add_done_callback(partial(self._on_end, worker))
+            self._pool.watch(worker, running, self._timeout_s + _GRACE_S)
             try:
-                answer = await self._wait(worker, reference, running)
+                answer = await self._wait(reference, running)
             except ray.exceptions.RayActorError as error:
-                why = f"died: {_cause_of_death(error)}"
-                self._pool.replace(worker, why)
+                self._pool.replace(worker, f"died: {cause_of_death(error)}")
                 deaths += 1
                 if deaths == _ATTEMPTS:
-                    raise EngineError(f"its worker died {_ATTEMPTS} times ({worker} {why})") from error
+                    raise EngineError(f"its worker died {_ATTEMPTS} times ({worker} {worker.problem})") from error
                 continue
             except ray.exceptions.RayTaskError as error:
                 # Outside of the function, for example when the worker unpickled the arguments.
@@ -143,7 +142,7 @@ class RemoteReward:
                 if not done:
                     self._pool.replace(worker, f"did not start within {self._start_timeout_s:g} s")
                 elif (error := worker.ready.exception()) is not None:
-                    self._pool.replace(worker, f"died before it was ready: {first_line(error)}")
+                    self._pool.replace(worker, f"died before it was ready: {cause_of_death(error)}")
                 elif (failure := worker.ready.result().failure) is not None:
                     raise failure.rebuild()
                 else:
@@ -153,30 +152,18 @@ class RemoteReward:
                 if not is_ready:
                     self._pool.release(worker)
 
-    async def _wait(self, worker: Worker, reference: Any, running: Future[Any]) -> Any:
+    async def _wait(self, reference: Any, running: Future[Any]) -> Any:
         import ray
 
         future = _observed(running)
-        loop = asyncio.get_running_loop()
-        # In the event loop, so that it also holds for a call that nobody awaits any more.
-        late = loop.call_later(self._timeout_s + _GRACE_S, self._check_hang, worker, running)
         try:
             done, _ = await asyncio.wait([future], timeout=self._timeout_s)
             if done:
                 return future.result()
             raise TimeoutError(f"took longer than reward_timeout_s={self._timeout_s:g}")
         finally:
-            if running.done():
-                late.cancel()
-            elif self._is_asynchronous:
+            if self._is_asynchronous and not running.done():
                 ray.cancel(reference)
-
-    def _on_end(self, worker: Worker, _: Future[Any]) -> None:
-        self._pool.release(worker)
-
-    def _check_hang(self, worker: Worker, running: Future[Any]) -> None:
-        if not running.done():
-            self._pool.replace(worker, f"hangs: a call has not ended {_GRACE_S:g} s after its deadline")
 
 
 def _observed(future: Future[Any]) -> asyncio.Future[Any]:
@@ -199,9 +186,3 @@ def _code(reward: Callable[..., Any] | str, name: str) -> RewardCode:
         why = f"cannot be sent to reward workers ({type(error).__name__}: {' '.join(str(error).split())})"
         instead = "let it make such objects itself, or set reward_workers=0"
         raise reject("reward", name, why, instead) from error
-
-
-def _cause_of_death(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    _, found, reason = text.partition("Worker exit detail:")
-    return (reason if found else text).strip()[:200]

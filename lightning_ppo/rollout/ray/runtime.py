@@ -51,7 +51,7 @@ class RayRuntime:
         start_timeout_s: float = 120.0,
         wanted_by: str = "placement=ray",
     ) -> None:
-        """Nothing is started yet.
+        """Nothing is started yet. A local Ray will use the CPU cores that this process may use now.
 
         Args:
             config: `address`, `local_object_store_bytes`.
@@ -71,6 +71,7 @@ class RayRuntime:
         self._closing = threading.Event()
         self._error: BaseException | None = None
         self._folder: str | None = None
+        self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         self._saved: dict[str, str | None] = {}
 
     @property
@@ -150,6 +151,9 @@ class RayRuntime:
         import ray
         from ray._private import ray_constants
 
+        if self._cores is not None:
+            # This thread's only, for what it starts: the trainer may have pinned itself meanwhile.
+            os.sched_setaffinity(0, self._cores)
         reaches_out = ray_constants.ENABLE_RAY_CLUSTER
         try:
             if settings["address"] == "local":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ppo.errors import EngineDiedError, EngineError
+from lightning_ppo.rollout.ray.death import cause_of_death
 from lightning_ppo.rollout.ray.resources import Resources, describe
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.ray.server_host import End, Started
@@ -185,9 +186,6 @@ def _is_ready(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
 
 
-def _describe_lost(error: Exception, log_path: Path | None) -> str:
-    # Ray's message is a page; the reason follows the actor's data.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = next((line for line in reversed(lines) if "died" in line or "exit" in line or "kill" in line), "")
+def _describe_lost(error: BaseException, log_path: Path | None) -> str:
     where = "its log went with it" if log_path is None else f"its log is {log_path}"
-    return f"lost its Ray actor ({reason[:300] or type(error).__name__}); {where}"
+    return f"lost its Ray actor ({cause_of_death(error)}); {where}"

@@ -39,7 +39,7 @@ class RayLauncher:
 
         Args:
             runtime: Ray, started. The launcher does not close it.
-            config: `num_servers`, `devices_per_server`, `device`, `cores`, `start_timeout_s`, `ray`. Cores are dealt
+            config: `num_servers`, `devices_per_server`, `device`, `cores`, `start_timeout_s`. Cores are dealt
                 out as if all servers were on one node.
             command: How a server is started. It is pickled, and called in the actor, in the environment of the node;
                 Ray has set `CUDA_VISIBLE_DEVICES` there if the server reserves GPUs.
@@ -51,12 +51,13 @@ class RayLauncher:
             ConfigError: the cluster could not hold the servers even if nobody else used it.
             EngineError: `command` cannot be pickled.
         """
-        gpus = config.ray.num_gpus_per_server
+        gpus = runtime.config.num_gpus_per_server
         if gpus is None:
             gpus = float(config.devices_per_server) if on_gpus else 0.0
-        self._need = server_resources(config.ray, gpus)
+        self._need = server_resources(runtime.config, gpus)
         self._hides_gpus = gpus == 0 and config.device != "cuda"
-        check_fits("vllm.num_servers", config.num_servers, self._need, runtime.nodes(), config.ray.placement_strategy)
+        strategy = runtime.config.placement_strategy
+        check_fits("vllm.num_servers", config.num_servers, self._need, runtime.nodes(), strategy)
         self._runtime = runtime
         self._config = config
         self._command = _pickle(command)
@@ -105,7 +106,7 @@ class RayLauncher:
         config = self._config
         if self._group is None:
             bundles = [dict(self._need) for _ in range(config.num_servers)]
-            self._group = ray.util.placement_group(bundles, strategy=config.ray.placement_strategy)
+            self._group = ray.util.placement_group(bundles, strategy=self._runtime.config.placement_strategy)
         others = {name: amount for name, amount in self._need.items() if name not in ("CPU", "GPU")}
         options: dict[str, Any] = {
             "num_cpus": self._need.get("CPU", 0),

@@ -55,7 +55,6 @@ class VLLMConfig:
             never started, stopped or restarted by us. Empty: we start `num_servers`.
         num_servers: Servers that we start.
         placement: Who starts them: `subprocess` on this machine, or `ray` (one actor per server).
-        ray: How Ray places them.
         device: `cpu`, `cuda`, or `auto` (cuda where this machine has it).
         devices_per_server: Devices of each server (its tensor-parallel size).
         devices: Numbers of the devices that servers started here may use, `devices_per_server` each in this order;
@@ -77,7 +76,7 @@ class VLLMConfig:
             is shared memory for our servers on this machine and file, gloo or nccl elsewhere.
         transfer_folder: Shared folder of the `file` transport.
         bucket_bytes: Weights travel in pieces of about this size.
-        group_host: Address of this machine for `gloo` and `nccl`, as the servers see it.
+        group_host: Address of this machine for `gloo` and `nccl`, as the servers see it; `auto` finds it out.
         start_timeout_s: Deadline for a server to come up.
         update_timeout_s: Deadline for a server to confirm new weights.
         request_timeout_s: Deadline of one response; None leaves it to `timeout_s` of the rollouts.
@@ -87,13 +86,13 @@ class VLLMConfig:
         probe_timeout_s: Deadline of a health probe.
         quarantine_after: Failed probes in a row after which a server gets no more requests.
         trust_after: Successful probes in a row after which it gets requests again.
-        max_restarts: Restarts of servers over the whole run; one more death is an error.
+        max_restarts: Restarts of servers over the whole run. After that the run goes on with those that are left, and
+            fails when none is.
     """
 
     urls: tuple[str, ...] = ()
     num_servers: int = 1
     placement: Literal["subprocess", "ray"] = "subprocess"
-    ray: RayConfig = RayConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     devices_per_server: int = 1
     devices: tuple[int, ...] = ()

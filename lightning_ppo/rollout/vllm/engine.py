@@ -49,6 +49,7 @@ class VLLMEngine:
         *,
         can_sleep: bool = False,
         make_launcher: Callable[[Command], Launcher] | None = None,
+        is_here: bool | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -59,6 +60,7 @@ class VLLMEngine:
             on_progress: Called while servers come up; see `Fleet.start`.
             can_sleep: Whether servers on GPUs are started so that `sleep` gives memory back.
             make_launcher: Who starts servers, given their command; None means subprocesses of this machine.
+            is_here: Whether all servers run on this machine; None means that those we start do.
 
         Raises:
             ConfigError: this machine lacks one of `config.cores`.
@@ -70,6 +72,7 @@ class VLLMEngine:
         self._log_folder = log_folder
         self._on_progress = on_progress
         self._can_sleep = can_sleep
+        self._is_here = not config.is_external if is_here is None else is_here
         self._make_launcher = make_launcher or (lambda command: SubprocessLauncher(config, command, log_folder))
         self._client = GenerationClient(config.request_timeout_s)
         self._recompute_kv_cache = recompute_kv_cache
@@ -92,7 +95,7 @@ class VLLMEngine:
         config = self._config
         self._context, self._vocab_size = spec.max_context_tokens, int(json.loads(spec.config_json)["vocab_size"])
         self._weights = WeightUpdate(
-            make_transport(config),
+            make_transport(config, is_here=self._is_here),
             getattr(torch, config.dtype),
             config.bucket_bytes,
             config.update_timeout_s,

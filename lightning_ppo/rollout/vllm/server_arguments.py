@@ -56,13 +56,15 @@ class ServerCommand:
 
     Attributes:
         config: Settings.
-        model_folder: Folder that `write_model_folder` filled, as the server sees it.
+        model_folder: Folder of the policy's config, as the server sees it.
+        config_json: That config, for hosts that do not share the folder.
         max_context_tokens: Longest prompt plus response.
         can_sleep: Whether the server must be able to give its GPU's memory back.
     """
 
     config: VLLMConfig
     model_folder: Path
+    config_json: str
     max_context_tokens: int
     can_sleep: bool = False
 
@@ -74,10 +76,12 @@ class ServerCommand:
             EngineError: see `write_model_folder`.
         """
         write_model_folder(model_folder, spec.config_json)
-        return cls(config, model_folder, spec.max_context_tokens, can_sleep)
+        return cls(config, model_folder, spec.config_json, spec.max_context_tokens, can_sleep)
 
     def __call__(self, index: int, host: str, port: int) -> tuple[list[str], dict[str, str]]:
-        """The command and the whole environment of server number `index`."""
+        """The command and the whole environment of server number `index`; called on the server's host."""
+        if not (self.model_folder / "config.json").is_file():
+            write_model_folder(self.model_folder, self.config_json)
         return self.arguments(host, port), self.environment(index, os.environ)
 
     def arguments(self, host: str, port: int) -> list[str]:

@@ -1,9 +1,11 @@
 """Which way weights take, from the settings."""
 
+import socket
 from pathlib import Path
 
 import torch
 
+from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.file_transport import FileTransport
 from lightning_ppo.refit.group_transport import GroupTransport
 from lightning_ppo.refit.ipc_transport import IPCTransport
@@ -13,11 +15,15 @@ from lightning_ppo.rollout.vllm.config import Transport, VLLMConfig
 from lightning_ppo.rollout.vllm.server_arguments import uses_cuda
 
 
-def choose_transport(config: VLLMConfig) -> Transport:
-    """What `transport=auto` means here; any other setting is kept."""
+def choose_transport(config: VLLMConfig, *, is_here: bool) -> Transport:
+    """What `transport=auto` means; any other setting is kept.
+
+    Args:
+        config: Settings.
+        is_here: Whether all servers run on this machine.
+    """
     if config.transport != "auto":
         return config.transport
-    is_here = not config.is_external and (config.placement == "subprocess" or config.ray.address is None)
     if is_here:
         return "shared_memory"
     if config.transfer_folder is not None:
@@ -25,20 +31,36 @@ def choose_transport(config: VLLMConfig) -> Transport:
     return "nccl" if uses_cuda(config) else "gloo"
 
 
-def make_transport(config: VLLMConfig) -> WeightTransport:
+def make_transport(config: VLLMConfig, *, is_here: bool) -> WeightTransport:
     """Make the transport; nothing is opened yet.
+
+    Args:
+        config: Settings.
+        is_here: Whether all servers run on this machine.
 
     Raises:
         EngineError: it cannot work on this machine.
     """
-    kind = choose_transport(config)
+    kind = choose_transport(config, is_here=is_here)
     if kind == "file":
         return FileTransport(Path(config.transfer_folder or "."))
     if kind == "ipc":
         numbers = config.devices or (range(torch.cuda.device_count()) if torch.cuda.is_available() else ())
         return IPCTransport([torch.device("cuda", number) for number in numbers])
     if kind == "gloo":
-        return GroupTransport("gloo", config.group_host, config.update_timeout_s)
+        return GroupTransport("gloo", _address(config.group_host), config.update_timeout_s)
     if kind == "nccl":
-        return GroupTransport("nccl", config.group_host, config.update_timeout_s)
+        return GroupTransport("nccl", _address(config.group_host), config.update_timeout_s)
     return SharedMemoryTransport()
+
+
+def _address(host: str) -> str:
+    if host != "auto":
+        return host
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # nothing is sent: connecting only picks the interface that leads outside
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"group_host=auto finds no address ({error}); set this machine's address") from error

@@ -11,7 +11,7 @@ def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
     ChunkSchedule.append(path, 0, [(1, 0), (2, 3)])
     ChunkSchedule.append(path, 1, [[4, 5, 6, 7]])
     schedule = ChunkSchedule.load(path)
-    assert path.read_text().splitlines()[0] == '{"ppo_step": 0, "chunks": [[1, 0], [2, 3]]}'
+    assert path.read_text().splitlines()[0] == '{"ppo_step":0,"chunks":[[1,0],[2,3]]}'
     assert schedule.chunks_of(0) == ((1, 0), (2, 3))
     assert schedule.chunks_of(1) == ((4, 5, 6, 7),)
     assert schedule.next_chunk(0, 2, 4) == (2, 3)

@@ -1,0 +1,115 @@
+"""Everything that generates, on rank 0: engine, collector, Ray, remote rewards; started, driven and closed together."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_ppo.rollout.collector import Collector
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.engine import Engine, PolicySpec
+from lightning_ppo.rollout.reward import RewardFunction
+from lightning_ppo.rollout.schedule_log import ScheduleLog
+
+if TYPE_CHECKING:
+    from lightning_ppo.rollout.ray.rewards import RemoteReward
+    from lightning_ppo.rollout.ray.runtime import RayRuntime
+
+Poll = Callable[[], None]
+
+
+class Generators:
+    """The generating side of a run. Every method blocks, with a deadline, and belongs to the trainer's thread.
+
+    Args:
+        engine: Generates; not started yet.
+        collector: Runs the rollouts.
+        reward: Rewards responses; moved to `ray`'s workers if the settings say so.
+        config: Settings.
+        ray: Places servers and reward workers; None without.
+        schedule: Writes the run's schedule.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        collector: Collector,
+        reward: RewardFunction,
+        config: RolloutConfig,
+        ray: "RayRuntime | None",
+        schedule: ScheduleLog,
+    ) -> None:
+        self.collector = collector
+        self._engine = engine
+        self._reward = reward
+        self._config = config
+        self._ray = ray
+        self._schedule = schedule
+        self._remote_reward: RemoteReward | None = None
+        self._has_rollouts = False
+
+    def start(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Start Ray, reward workers and the engine, and have it serve the policy.
+
+        Raises:
+            EngineError: one of them did not come up within its deadline.
+            ConfigError: the cluster cannot hold them.
+            CheckpointError: a run is to be repeated that was recorded from a later step on only; nothing was started.
+            RolloutError: a run is to be repeated that had another policy here.
+        """
+        self._schedule.check_start(policy_version)
+        self.collector.open()
+        if self._ray is not None:
+            self._ray.start()
+            if self._config.reward_workers > 0:
+                from lightning_ppo.rollout.ray.rewards import RemoteReward
+
+                workers, timeout_s = self._config.reward_workers, self._config.reward_timeout_s
+                self._remote_reward = RemoteReward(self._ray, self._reward.source, workers, timeout_s)
+                self._reward.run_by(self._remote_reward)
+        self._engine.start(spec)
+        self._send(weights, policy_version)
+
+    def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
+        """Start generating for training."""
+        self._has_rollouts = True
+        self.collector.start(ppo_step, policy_version)
+        self._schedule.start(ppo_step)
+
+    def refit(self, poll: Poll, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        """Have the engine serve new weights (none: just the number), then let rollouts of that version start."""
+        if not self._config.in_flight_weight_updates or self._config.replay_schedule is not None:
+            self.collector.drain(poll)
+        self._send(weights, policy_version)
+        self.collector.publish_version(policy_version)
+
+    def sleep(self, poll: Poll) -> None:
+        """Take the engine off the training device; nothing is generated until the next `refit`."""
+        self.collector.drain(poll)
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """Give the engine the device again; `refit` must follow."""
+        self._engine.wake()
+
+    def release(self, ppo_step: int, chunks: Sequence[tuple[int, ...]]) -> None:
+        """Give the places of trained groups back, and write the step into the run's schedule."""
+        records = self.collector.release([draw for chunk in chunks for draw in chunk])
+        self._schedule.trained(ppo_step, chunks, records)
+
+    def close(self) -> dict[str, Any] | None:
+        """Stop everything; safe to call after a failure.
+
+        Returns:
+            State of the rollouts, if there were any.
+        """
+        state = self.collector.state_dict() if self._has_rollouts else None
+        self.collector.close()
+        for part in (self._engine, self._remote_reward, self._ray):
+            if part is not None:
+                part.close()
+        return state
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        self._engine.update_weights(self._schedule.watch(weights), policy_version)
+        self._schedule.check_weights(policy_version)
