@@ -14,7 +14,7 @@ from lightning_ppo.hooks import check_hook_names
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.samplers import make_sampler
-from lightning_ppo.rollout.tail import check_alignment
+from lightning_ppo.rollout.tail import check_alignment, group_alignment
 from lightning_ppo.strategy import MAX_CHUNKS, StreamingPPOStrategy
 from lightning_ppo.validation import reject
 
@@ -42,7 +42,8 @@ def check_run(trainer: L.Trainer, module: "PPOModule") -> None:
     check_hook_names(callbacks)
     check_algorithm(module.ppo, datamodule.rollout)
     ranks = trainer.world_size
-    check_alignment(datamodule.rollout.num_prompts_per_step, datamodule.alignment(ranks))
+    align = group_alignment(generations=datamodule.rollout.num_generations_per_prompt, dp_sizes=(ranks,))
+    check_alignment(datamodule.rollout.num_prompts_per_step, align)
     _check_minibatches(module.ppo, datamodule.rollout, ranks)
 
 

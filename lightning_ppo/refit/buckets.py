@@ -7,6 +7,11 @@ from typing import Any, Self
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.layout import FlatLayout, TensorSlot
 
+_PIECES = 8
+"""Into about so many the weights are cut, so that copying one overlaps sending and loading the one before."""
+_SMALLEST_PIECE = 32 * 1024 * 1024
+"""Bytes; in less than this a server's answer costs more than the overlap saves."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -57,6 +62,16 @@ class Bucket:
         """Where the tensors lie relative to the bucket's first byte."""
         moved = tuple(TensorSlot(s.name, s.dtype, s.shape, s.offset - self.begin) for s in self.slots)
         return FlatLayout(moved, self.num_bytes)
+
+
+def piece_bytes(num_bytes: int, largest: int) -> int:
+    """Choose how large buckets are.
+
+    Args:
+        num_bytes: Of all weights.
+        largest: Bytes of a bucket that are not exceeded.
+    """
+    return min(largest, max(_SMALLEST_PIECE, -(-num_bytes // _PIECES)))
 
 
 def split(layout: FlatLayout, bucket_bytes: int) -> tuple[Bucket, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.buckets import Bucket, split
+from lightning_ppo.refit.buckets import Bucket, piece_bytes, split
 from lightning_ppo.refit.layout import FlatLayout
 from lightning_ppo.refit.shared_memory import SharedWeights
 
@@ -39,12 +39,13 @@ class HostWeights:
         Args:
             weights: Names and tensors of a whole state dict.
             dtype: Precision of the servers; floating-point tensors are sent in it.
-            bucket_bytes: Largest number of bytes in a bucket.
+            bucket_bytes: Largest number of bytes in a bucket; see `piece_bytes`.
 
         Raises:
             EngineError: a name comes twice, or there is no place.
         """
-        return cls(FlatLayout.of(weights, dtype), bucket_bytes)
+        layout = FlatLayout.of(weights, dtype)
+        return cls(layout, piece_bytes(layout.num_bytes, bucket_bytes))
 
     @property
     def fd(self) -> int:

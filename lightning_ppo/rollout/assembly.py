@@ -23,7 +23,7 @@ from lightning_ppo.rollout.snapshot import JOURNAL, rollout_fingerprint
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
-from lightning_ppo.validation import require
+from lightning_ppo.validation import check_choice, require
 
 if TYPE_CHECKING:
     from lightning_ppo.rollout.ray.runtime import RayRuntime
@@ -45,6 +45,18 @@ class RunPlace:
     """The run's folder; None writes nothing."""
     max_steps: int | None = None
     """PPO steps after which training ends; negative: never; None: this run does not train."""
+
+
+def chosen_engine(engine: str, local: LocalEngineConfig, vllm: VLLMConfig) -> LocalEngineConfig | VLLMConfig:
+    """Return the settings of the engine that `engine` names.
+
+    Raises:
+        ConfigError: there is no such engine, or the other one was set as well.
+    """
+    check_choice("engine", engine, ("local", "vllm"))
+    name, other, default = ("vllm", vllm, VLLMConfig()) if engine == "local" else ("local", local, LocalEngineConfig())
+    require(other == default, name, other, f"is not read by engine={engine}", f"set engine={name}, or drop it")
+    return local if engine == "local" else vllm
 
 
 def build_ray(engine: LocalEngineConfig | VLLMConfig, rollout: RolloutConfig, ray: RayConfig) -> "RayRuntime | None":

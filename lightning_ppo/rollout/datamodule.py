@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.errors import RolloutError
 from lightning_ppo.ranks import Relay
-from lightning_ppo.rollout.assembly import RunPlace, build_collector, build_engine, build_ray
+from lightning_ppo.rollout.assembly import RunPlace, build_collector, build_engine, build_ray, chosen_engine
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
 from lightning_ppo.rollout.engine import Engine, Generation, GenerationRequest, PolicySpec
@@ -24,11 +24,10 @@ from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.reward import RewardFunction
-from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.rollout.trainer_process import TrainerProcess
 from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
-from lightning_ppo.validation import check_choice, reject, require
+from lightning_ppo.validation import reject, require
 
 if TYPE_CHECKING:
     from lightning_ppo.rollout.ray.runtime import RayRuntime
@@ -69,17 +68,11 @@ class RolloutDataModule(L.LightningDataModule):
         ray: RayConfig = RayConfig(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
-        check_choice("engine", engine, ("local", "vllm"))
-        unused: tuple[str, Any, Any] = ("vllm", vllm, VLLMConfig())
-        if engine == "vllm":
-            unused = ("local", local, LocalEngineConfig())
-        if unused[1] != unused[2]:
-            raise reject(unused[0], unused[1], f"is not read by engine={engine}", f"set engine={unused[0]}, or drop it")
         self.prompts: Rows = prompts
         self.validation_prompts: Rows | None = validation_prompts
         self.reward = reward
         self.rollout = rollout
-        self.engine_config: LocalEngineConfig | VLLMConfig = local if engine == "local" else vllm
+        self.engine_config = chosen_engine(engine, local, vllm)
         self.ray_config = ray
         self.run_seed = rollout.seed if rollout.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
         self._train_set: PromptSet | None = None
@@ -99,10 +92,6 @@ class RolloutDataModule(L.LightningDataModule):
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
         return build_engine(self.engine_config, self.rollout, self._directory, self._ray, log.info)
-
-    def alignment(self, ranks: int) -> int:
-        """Groups that every chunk must be a multiple of, so that each rank gets the same number of rows."""
-        return group_alignment(generations=self.rollout.num_generations_per_prompt, dp_sizes=(ranks,))
 
     def prepare(self, tokenizer: Any, max_context_tokens: int, vocabulary: int, warmup_steps: int = 0) -> None:
         """Load and check all prompts, and the reward's signature. Nothing is started.

@@ -106,7 +106,7 @@ class RecordedRun:
         """Return what a repeated run that is resumed needs of a checkpoint's groups, stamped with their steps.
 
         Args:
-            groups: Finished groups of the checkpoint and its journal.
+            groups: Finished groups of the checkpoint and its journal; those of later versions are generated again.
             ppo_step: The step that trains next.
             version: The policy version that trains it.
             is_done: Whether a draw was trained or skipped.
@@ -127,7 +127,9 @@ class RecordedRun:
         found = {
             group.draw: dataclasses.replace(group, target_step=self._records[group.draw][0])
             for group in groups
-            if group.draw in left and left[group.draw].is_same(GroupRecord.of(group))
+            if group.draw in left
+            and left[group.draw].newest_version <= version
+            and left[group.draw].is_same(GroupRecord.of(group))
         }
         for draw, record in sorted(left.items()):
             if record.oldest_version < version and draw not in found:

@@ -25,11 +25,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_ppo as ppo
+from lightning_ppo.rollout.stream import sample_seed
 from lightning_ppo.testing import CHARACTERS, FakeEngine
 
 DEADLINE_S = 60
-P = 4
-"""Prompts per step in every job."""
+P, G = 4, 2
+"""Prompts per step, and responses per prompt, in every job."""
+SEED = 5
 _SPEC = importlib.util.spec_from_file_location("shared", Path(__file__).parents[1] / "conftest.py")
 shared = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(shared)
@@ -38,6 +40,17 @@ _SPEC.loader.exec_module(shared)
 def draw_of(request: Any) -> int:
     """Draw of a training request."""
     return int(request.request_id.split("_")[0].removeprefix("draw"))
+
+
+def size(seed: int) -> float:
+    """How long the response of this seed is, and how slow; 0 to 1."""
+    return random.Random(seed).random()
+
+
+def longest_beside(draw: int) -> int:
+    """Draw of the group with the longest responses in the batch that `draw` belongs to."""
+    batch = range(draw // P * P, draw // P * P + P)
+    return max(batch, key=lambda other: sum(size(sample_seed(SEED, other, index)) for index in range(G)))
 
 
 def kill() -> None:
@@ -56,30 +69,35 @@ class Log:
 
 
 class ScriptedEngine(FakeEngine):
-    """The last draw of every step comes after that step's first chunk, so that no step is a single chunk."""
+    """Until a step's first chunk was trained, one group too few is finished: no step is a single chunk."""
 
     def __init__(self, job: dict[str, Any], log: Log) -> None:
-        slowest = job.get("slowest_s", 0.0)
-
-        def size(request: Any) -> float:
-            return random.Random(request.seed).random()
-
-        correlated = {
-            "length": lambda request: 1 + int(size(request) * 7),
-            "delay_s": lambda request: size(request) ** 2 * slowest,
-        }
-        super().__init__(**(correlated if slowest else {"delay_s": lambda request: size(request) * 0.002}))
-        self.log, self.job, self.chunk_of_step = log, job, -1
+        length = (lambda request: 1 + int(7 * size(request.seed))) if job.get("long_are_slow") else None
+        super().__init__(delay_s=lambda request: 0.002 * size(request.seed), length=length)
+        self.log, self.job = log, job
+        self.epoch = job.get("start", 0)
+        self.chunk_of_step = self.before = self.epoch - 1
+        """The last step of which a chunk was trained; at first, the one before this run."""
+        self.ranks: dict[int, int] = {}
+        """Draws by order of their arrival."""
         self.wait_step = (job.get("kill") or {}).get("wait")
 
     async def generate(self, request: Any) -> Any:
-        self.log.write([draw_of(request), request.request_id, self.version])
-        draw = draw_of(request)
+        draw, version = draw_of(request), self.version
+        self.log.write([draw, request.request_id, version])
         if self.wait_step is not None and draw > self.wait_step * P:
             await self._die_waiting()
-        while self.job.get("chunks", True) and draw % P == P - 1 and self.chunk_of_step < draw // P:
+        rank = self.ranks.setdefault(draw, len(self.ranks))
+        while self._is_early(draw, rank, version):
             await asyncio.sleep(0.002)
         return await super().generate(request)
+
+    def _is_early(self, draw: int, rank: int, version: int) -> bool:
+        if self.job.get("after_save") and self.epoch < version:
+            return True
+        if self.job.get("long_are_slow"):
+            return draw == longest_beside(draw) and self.chunk_of_step < draw // P
+        return rank >= P * (self.chunk_of_step - self.before) + P - 1
 
     async def _die_waiting(self) -> None:
         while self.chunk_of_step < self.wait_step:
@@ -94,6 +112,9 @@ class Recorder(ppo.PPOCallback):
     def __init__(self, log: Log, engine: ScriptedEngine) -> None:
         # `log` is a name of Lightning's
         self.steps, self.engine, self.chunks = log, engine, []
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.engine.epoch = trainer.current_epoch
 
     def on_chunk_ready(self, trainer: Any, pl_module: Any, payload: Any) -> None:
         self.chunks = [*self.chunks, list(payload.chunk.draws)] if payload.chunk.index else [list(payload.chunk.draws)]
@@ -156,11 +177,11 @@ def build(job: dict[str, Any], policy: str) -> tuple[Any, Any, Any, Any]:
     engine = ScriptedEngine(job, Log(folder / f"{name}.requests"))
     rollout = {
         "num_prompts_per_step": P,
-        "num_generations_per_prompt": 2,
+        "num_generations_per_prompt": G,
         "min_groups_for_streaming_train": 1,
         "max_response_tokens": 8,
         "timeout_s": 20.0,
-        "seed": 5,
+        "seed": SEED,
         **job.get("rollout", {}),
     }
     data = shared.FakeRollouts(
@@ -230,6 +251,8 @@ def child(job: dict[str, Any], policy: str) -> None:
 def main(policy: str) -> None:
     """Do all jobs, one at a time."""
     torch.set_num_threads(1)
+    # what the first model of a process loads lazily, once for all children
+    ppo.PPOModule(policy)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -110,16 +110,8 @@ def test_callable_object_with_state(remote):
 
 
 @pytest.mark.parametrize("value", ["np.float32(0.5)", "np.array(0.5)", "torch.tensor(0.5)", "Fraction(1, 2)", "0.5"])
-def test_numbers_of_many_kinds_arrive(remote, value):
-    def number(response):
-        from fractions import Fraction  # noqa: F401
-
-        import numpy as np  # noqa: F401
-        import torch  # noqa: F401
-
-        return eval(response)
-
-    assert asked_as_reward(remote(number), value) == 0.5
+def test_numbers_of_many_kinds_arrive(shared_rewards, value):
+    assert asked_as_reward(shared_rewards[False], value) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -159,6 +151,10 @@ def shared_rewards(runtime):
         import asyncio
         import sys
         import threading
+        from fractions import Fraction
+
+        import numpy as np
+        import torch
 
         class Odd(Exception):
             def __init__(self, one, two):
@@ -172,7 +168,9 @@ def shared_rewards(runtime):
         def throw(error):
             raise error
 
-        return eval(response, {**locals(), "asyncio": asyncio, "sys": sys})
+        return eval(
+            response, {**locals(), "asyncio": asyncio, "sys": sys, "np": np, "torch": torch, "Fraction": Fraction}
+        )
 
     async def evaluate_async(response):
         return evaluate(response)
@@ -263,7 +261,7 @@ def test_a_call_has_its_deadline_from_its_start(remote):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_a_worker_that_hangs_is_replaced(remote, caplog, is_asynchronous):
+def test_a_worker_that_hangs_is_replaced(remote, caplog, wait_until, is_asynchronous):
     def hang(response):
         import time
 
@@ -279,7 +277,8 @@ def test_a_worker_that_hangs_is_replaced(remote, caplog, is_asynchronous):
         assert isinstance(error, TimeoutError)
         assert str(error) == "took longer than reward_timeout_s=1"
 
-        # The call still runs, and its caller's event loop is gone; a call that has to wait for the worker gets another.
+        # The call still runs, and its caller's event loop is gone.
+        wait_until(lambda: reward.replacements == 1, "another worker")
         assert ask(reward, "ab", "abc") == [2.0, 3.0]
     assert reward.replacements == 1
     assert "reward_worker_0 (process " in caplog.text

@@ -148,11 +148,15 @@ from lightning_ppo.rollout.vllm.config import RayConfig
 
 before = dict(os.environ)
 handler = signal.getsignal(signal.SIGTERM)
+cores = os.sched_getaffinity(0)
 runtime = RayRuntime(RayConfig(), num_cpus=7)
+# like a trainer that is pinned while its servers run
+os.sched_setaffinity(0, {min(cores)})
 for _ in range(2):
     runtime.start()
     runtime.start()
     children = psutil.Process().children(recursive=True)
+    assert all(child.cpu_affinity() == sorted(cores) for child in children if child.is_running()), children
     folder = runtime._folder
     assert runtime.is_running and os.path.isdir(folder), folder
     assert runtime.nodes()[0]["CPU"] == 7

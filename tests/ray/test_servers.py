@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -58,9 +59,11 @@ def launch(runtime, tmp_path):
             return argv, {**os.environ, "FAKE": str(index)}
 
     def make(*words, log_folder=None, on_gpus=False, ray=None, device="cpu", command=None, **settings):
-        ray_config = RayConfig(**{"num_cpus_per_server": 0.5, **(ray or {})})
+        # Other settings for the Ray that runs.
+        other = RayRuntime(RayConfig(**{"num_cpus_per_server": 0.5, **(ray or {})}))
+        other.start()
         config = VLLMConfig(placement="ray", device=device, **settings)
-        launcher = RayLauncher(runtime, config, command or Command(words), log_folder, on_gpus=on_gpus)
+        launcher = RayLauncher(other, config, command or Command(words), log_folder, on_gpus=on_gpus)
         launchers.append(launcher)
         return launcher
 
@@ -279,3 +282,45 @@ def test_without_ray_nothing_is_launched_and_nothing_hangs(runtime):
     with pytest.raises(EngineError, match="vLLM server_0 cannot start: Ray is shut down"):
         launcher.launch(0)
     launcher.close()
+
+
+GPUS = """
+import os, sys, time
+from pathlib import Path
+import ray
+from lightning_ppo.rollout.ray.runtime import RayRuntime
+from lightning_ppo.rollout.ray.servers import RayLauncher
+from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+
+folder = Path(sys.argv[1])
+os.environ["RAY_AUTH_TOKEN"] = "0" * 64
+ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+
+class Command:
+    def __call__(self, index, host, port):
+        code = "import os, sys, time; open(sys.argv[1], 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(300)"
+        return [sys.executable, "-S", "-c", code, str(folder / str(index))], dict(os.environ)
+
+runtime = RayRuntime(RayConfig())
+runtime.start()
+config = VLLMConfig(device="cuda", placement="ray", num_servers=2, devices_per_server=2)
+launcher = RayLauncher(runtime, config, Command(), on_gpus=True)
+servers = [launcher.launch(index) for index in range(2)]
+deadline = time.monotonic() + 60
+while len([path for path in folder.iterdir() if path.read_text()]) < 2 and time.monotonic() < deadline:
+    assert all(server.is_alive() for server in servers), [server.describe_end() for server in servers]
+    time.sleep(0.1)
+launcher.close()
+runtime.close()
+assert ray.is_initialized()
+"""
+
+
+@pytest.mark.slow
+def test_ray_tells_servers_their_gpus(tmp_path):
+    """On GPUs that only Ray's book-keeping knows of: two for each server, none for two."""
+    command = [sys.executable, "-c", GPUS, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=200)
+    seen = [(tmp_path / str(index)).read_text().split(",") for index in range(2)]
+    assert [len(one) for one in seen] == [2, 2]
+    assert sorted(seen[0] + seen[1]) == ["0", "1", "2", "3"]

@@ -138,7 +138,7 @@ class RewardPool:
                 raise
 
     def watch(self, worker: Worker, call: Future[Any], limit_s: float) -> None:
-        """A call has begun. If it has not ended after `limit_s`, even if nobody waits for it, its worker is replaced."""
+        """A call has begun. If it goes on for longer than this, even if nobody awaits it, its worker is replaced."""
         with self._lock:
             self._calls[call] = (worker, time.monotonic() + limit_s)
         call.add_done_callback(self._on_end)
@@ -184,10 +184,12 @@ class RewardPool:
         self._kill(workers)
 
     def _on_end(self, call: Future[Any]) -> None:
+        import ray
+
         error = call.exception()
         with self._lock:
             worker, _ = self._calls.pop(call)
-            if error is not None and type(error).__name__.startswith("Actor"):
+            if isinstance(error, ray.exceptions.RayActorError):
                 # Before the next call gets it.
                 worker.problem = worker.problem or f"died: {cause_of_death(error)}"
         self.release(worker)

@@ -1,7 +1,8 @@
 """A refit: the same steps on all servers, which go on together or not at all."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -70,7 +71,13 @@ class WeightUpdate:
             pairs = list(weights)
             self._host = HostWeights.of(pairs, self._dtype, self._bucket_bytes)
             weights = pairs
-        return self._send(self._host, self._host.fill(weights, version), controls, version)
+        host = self._host
+        try:
+            return self._send(host, host.fill(weights, version), controls, version)
+        except BaseException:
+            # It may be complete by now, but no server has it: nor must one get it later.
+            host.version = None
+            raise
 
     def push(self, control: Control) -> None:
         """Give one server the current weights.
@@ -130,12 +137,12 @@ class WeightUpdate:
         source = iter(buckets)
         # Servers are held from the first complete bucket on, not while it is being copied.
         self.is_torn = False
-        first = next(source, None)
+        ready = list(islice(source, 1))
         self.is_torn = True
-        failures = _on_all(controls, lambda control: self._begin(control, deadline))
         try:
+            failures = self._begin_all(controls, source, ready, deadline)
             going = [control for control in controls if control.name not in failures]
-            failures |= self._transport.send(host, _chain(first, source), going, deadline)
+            failures |= self._transport.send(host, chain(ready, source), going, deadline)
             going = [control for control in controls if control.name not in failures]
             failures |= _on_all(going, lambda control: control.finish_update(version, remaining(deadline)))
         except BaseException:
@@ -147,6 +154,24 @@ class WeightUpdate:
         _abandon([control for control in controls if control.name in failures])
         return failures
 
+    def _begin_all(
+        self, controls: Sequence[Control], source: Iterator[Bucket], ready: list[Bucket], deadline: float
+    ) -> Failures:
+        begun: list[Control] = []
+
+        def begin(control: Control) -> None:
+            try:
+                self._begin(control, deadline)
+            finally:
+                begun.append(control)
+
+        with Lanes(controls) as lanes:
+            lanes.submit(begin)
+            # vLLM sleeps in every pause: time to copy some more.
+            while len(begun) < len(controls) and (bucket := next(source, None)) is not None:
+                ready.append(bucket)
+        return lanes.failures
+
     def _begin(self, control: Control, deadline: float) -> None:
         control.pause(remaining(deadline), clear_cache=self._clear_cache)
         try:
@@ -157,12 +182,6 @@ class WeightUpdate:
             # an earlier trainer, or an earlier update of ours, went away in the middle
             _abandon([control])
             control.start_update(remaining(deadline))
-
-
-def _chain(first: Bucket | None, rest: Iterable[Bucket]) -> Iterable[Bucket]:
-    if first is not None:
-        yield first
-    yield from rest
 
 
 def _abandon(controls: Sequence[Control]) -> None:

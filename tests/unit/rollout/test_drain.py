@@ -120,7 +120,6 @@ def test_no_response_meets_two_versions(build, sampler: str) -> None:
     for group in trained:
         versions = {int(version) for row in group.trajectories for version in row.policy_versions}
         assert versions == {group.start_version}
-        assert group.start_version == group.end_version, "with a reward that takes no time"
 
 
 def test_without_drain_an_update_does_not_wait(build, until) -> None:
