@@ -1,6 +1,11 @@
 """Streaming against full batch on the quickstart task, engine on one core and training on the other.
 
 `python benchmarks/streaming_vs_full.py --steps 20 --rounds 3 --slots 4`
+`python benchmarks/streaming_vs_full.py --engine vllm --steps 10 --rounds 2`
+
+With `--engine vllm` one real server generates, and the policy is a random one, whose tokens are all about as likely:
+one in 42 ends a response, so that lengths are geometric, with a long tail up to 192 tokens. Few responses run at once
+(`--slots`), which makes generation the slower part, as with large models. `DEFAULTS` has what suits two cores.
 
 In both modes rollouts of the next step start at the refit, while the critic trains. Let G be the time until the last
 group of a step is finished, counted from the refit; P the policy-side work (values, forward, backward), V the critic's,
@@ -11,23 +16,37 @@ costs nothing on a CPU). Then, from refit to refit,
     streaming    at least F + max(G + p_last, V + P)        (limits.md, section 2)
 
 The second line is the bound. Each step's bound is computed from its own trace. Rounds of both modes alternate.
+A vLLM server answers a probe after the refit, while it generates already. Those seconds R (inside F) delay the critic
+but not generation, so that F + max(G + p_last, V + P) becomes F - R + max(G + p_last, R + V + P).
 """
 
 import argparse
 import os
+import shutil
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_ppo as ppo
+from lightning_ppo.callbacks.refit import WeightRefit
 from lightning_ppo.rollout.tail import tail_floor
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIP = 3
 """First steps of a round; the very first has no critic training to overlap with."""
+TRAINER_CORE, SERVER_CORE = 0, 1
+DEFAULTS: dict[str, dict[str, int]] = {
+    "local": {"groups": 32, "minimum": 4, "slots": 4, "max_tokens": 48, "layers": 2},
+    "vllm": {"groups": 32, "minimum": 4, "slots": 16, "max_tokens": 192, "layers": 6},
+}
+"""By engine. vLLM's steps take milliseconds however little they compute: more layers let training weigh as much."""
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
@@ -35,11 +54,31 @@ def exact_match(prompt: str, response: str, answer: str) -> float:
     return float(response == answer)
 
 
+class TimedRefit(WeightRefit):
+    """Measures how long the proof of a refit takes."""
+
+    seconds = 0.0
+
+    def verify(self, *args: Any, **kwargs: Any) -> float:
+        """Add up the time of every proof."""
+        start = time.perf_counter()
+        try:
+            return super().verify(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def read(self) -> float:
+        """Seconds since it was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
 class Trace(ppo.PPOCallback):
     """Records each step's period and where it went."""
 
-    def __init__(self, tail_fraction: float) -> None:
+    def __init__(self, tail_fraction: float, refit: TimedRefit) -> None:
         self.tail_fraction = tail_fraction
+        self.refit = refit
         self.last = 0.0
         self.generation_s: list[float] = []
         self.rows: list[dict[str, float]] = []
@@ -52,7 +91,9 @@ class Trace(ppo.PPOCallback):
         """Record one step."""
         now, times = time.perf_counter(), {k[5:-2]: v for k, v in payload.metrics.items() if k.startswith("time/")}
         work, generation = times["value"] + times["policy"], max(self.generation_s)
-        bound = times["refit"] + max(generation + self.tail_fraction * work, times["critic"] + work)
+        proof = self.refit.read()
+        overlapped = max(generation + self.tail_fraction * work, proof + times["critic"] + work)
+        bound = times["refit"] - proof + overlapped
         if payload.ppo_step > SKIP:
             self.rows.append(
                 {
@@ -61,6 +102,7 @@ class Trace(ppo.PPOCallback):
                     "P": work,
                     "V": times["critic"],
                     "F": times["refit"],
+                    "R": proof,
                     "wait": times["wait"],
                     "chunks": payload.batch.num_chunks,
                     "bound": bound,
@@ -69,24 +111,50 @@ class Trace(ppo.PPOCallback):
         self.last, self.generation_s = now, []
 
 
-def run(minimum: int, args: argparse.Namespace) -> list[dict[str, float]]:
+def make_policy(folder: Path, layers: int, max_tokens: int) -> None:
+    """Write a random policy of the quickstart's vocabulary."""
+    example = ROOT / "examples" / "tiny_policy"
+    shutil.copytree(example, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = AutoConfig.from_pretrained(example)
+    config.num_hidden_layers = layers
+    # the longest prompt of examples/sort.jsonl has 38 tokens
+    config.max_position_embeddings = max(config.max_position_embeddings, max_tokens + 64)
+    # small enough that the head is nearly uniform
+    config.initializer_range = 0.02
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's part of the data module's arguments."""
+    if args.engine == "local":
+        return {"local": ppo.LocalEngineConfig(slots=args.slots)}
+    vllm = VLLMConfig(device="cpu", max_num_seqs=args.slots, cores=(SERVER_CORE,), trainer_cores=(TRAINER_CORE,))
+    return {"engine": "vllm", "vllm": vllm}
+
+
+def run(minimum: int, policy: Path, args: argparse.Namespace) -> list[dict[str, float]]:
     """One round: streaming when `minimum` is below the step's groups."""
     floor = tail_floor(minimum) if minimum < args.groups else args.groups
-    trace = Trace(floor / args.groups)
+    refit = TimedRefit()
+    trace = Trace(floor / args.groups, refit)
     module = ppo.PPOModule(
-        str(ROOT / "examples" / "tiny_policy"),
+        str(policy),
         ppo=ppo.PPOConfig(normalize_advantages="running", critic_ppo_epochs=args.critic_epochs),
     )
     rollout = ppo.RolloutConfig(
-        num_prompts_per_step=args.groups, min_groups_for_streaming_train=minimum, max_response_tokens=48, seed=0
+        num_prompts_per_step=args.groups,
+        min_groups_for_streaming_train=minimum,
+        max_response_tokens=args.max_tokens,
+        seed=0,
     )
-    engine = ppo.LocalEngineConfig(slots=args.slots)
-    data = ppo.RolloutDataModule(str(ROOT / "examples" / "sort.jsonl"), exact_match, rollout=rollout, local=engine)
+    prompts = str(ROOT / "examples" / "sort.jsonl")
+    data = ppo.RolloutDataModule(prompts, exact_match, rollout=rollout, **engine_settings(args))
     trainer = L.Trainer(
         strategy=ppo.StreamingPPOStrategy(),
         accelerator="cpu",
         max_epochs=args.steps + SKIP,
-        callbacks=[trace],
+        callbacks=[refit, trace],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -98,23 +166,34 @@ def run(minimum: int, args: argparse.Namespace) -> list[dict[str, float]]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=DEFAULTS, default="local")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=32, help="prompt groups per step, of 4 responses each")
-    parser.add_argument("--minimum", type=int, default=4, help="min_groups_for_streaming_train when streaming")
-    parser.add_argument("--slots", type=int, default=4, help="few slots make generation the slower part, as with LLMs")
+    parser.add_argument("--groups", type=int, help="prompt groups per step, of 4 responses each")
+    parser.add_argument("--minimum", type=int, help="min_groups_for_streaming_train when streaming")
+    parser.add_argument("--slots", type=int, help="few slots make generation the slower part, as with LLMs")
+    parser.add_argument("--max-tokens", type=int, help="longest response")
+    parser.add_argument("--layers", type=int, help="of the policy and the critic, with --engine vllm")
     parser.add_argument("--critic-epochs", type=int, default=1)
     args = parser.parse_args()
+    for name, value in DEFAULTS[args.engine].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     rows: dict[str, list[dict[str, float]]] = {"full": [], "streaming": []}
-    for _ in range(args.rounds):
-        rows["full"] += run(args.groups, args)
-        rows["streaming"] += run(args.minimum, args)
+    with tempfile.TemporaryDirectory() as folder:
+        policy = ROOT / "examples" / "tiny_policy"
+        if args.engine == "vllm":
+            policy = Path(folder) / "policy"
+            make_policy(policy, args.layers, args.max_tokens)
+        for _ in range(args.rounds):
+            rows["full"] += run(args.groups, policy, args)
+            rows["streaming"] += run(args.minimum, policy, args)
 
     def median(mode: str, name: str) -> float:
         return statistics.median(row[name] for row in rows[mode])
 
-    names = ("period", "G", "P", "V", "F", "wait", "chunks")
+    names = ("period", "G", "P", "V", "F", "R", "wait", "chunks")
     print(f"load {os.getloadavg()[0]:.1f}; medians over {len(rows['full'])} steps, seconds")
     print("mode       " + "".join(f"{name:>9s}" for name in names))
     for mode in rows:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,6 +32,20 @@ def at_boundary(fit_loop: dict[str, Any], steps: int) -> None:
     batches["total"].update(dict.fromkeys(batches["total"], batches["total"]["ready"]))
     batches["is_last_batch"] = True
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = steps
+
+
+def mark_saved(trainer: L.Trainer) -> None:
+    """Tell every `ModelCheckpoint` that the step which a run begins with is on disk: it was resumed from there.
+
+    Lightning's own would save that step once more after the first batch, which here is a chunk inside the next step:
+    the deferred save would overwrite the checkpoint that the run resumed from with that of a later step.
+
+    Args:
+        trainer: A trainer that begins to train.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback._last_global_step_saved == 0:
+            callback._last_global_step_saved = trainer.global_step
 
 
 def architectures(

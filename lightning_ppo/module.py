@@ -278,7 +278,7 @@ class PPOModule(L.LightningModule):
         checkpoint[KEY] = {
             "ppo_step": steps,
             "policy_version": self.policy_version,
-            "prompts": self.rollouts.position(steps),
+            "prompts": self.rollouts.position(steps if self.streaming_strategy.open_step is None else None),
             **architectures(self.policy.model, self.critic.model, self.tokenizer),
         }
         if self._step is not None:

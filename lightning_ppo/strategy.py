@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_ppo.accumulator import GradientAccumulator
+from lightning_ppo.checkpoint import mark_saved
+from lightning_ppo.checkpoint_io import WholeCheckpointIO
 from lightning_ppo.errors import CheckpointError, ConfigError, UpdateInProgressError
 from lightning_ppo.ranks import Ranks, Relay
 from lightning_ppo.residency import Residency
@@ -47,7 +49,7 @@ class StreamingPPOStrategy(DDPStrategy):
     strategy_name = "streaming_ppo"
 
     def __init__(self, **ddp_arguments: Any) -> None:
-        super().__init__(**ddp_arguments)
+        super().__init__(**{"checkpoint_io": WholeCheckpointIO(), **ddp_arguments})
         self._residency: Residency | None = None
         self._accumulators: list[GradientAccumulator] = []
         self._closers: list[Callable[[], None]] = []
@@ -115,6 +117,7 @@ class StreamingPPOStrategy(DDPStrategy):
     @override
     def on_train_start(self) -> None:
         self._take_over_sigterm()
+        mark_saved(self._trainer())
 
     @override
     def on_validation_start(self) -> None:

@@ -197,19 +197,22 @@ class Pump:
     def _start_new(self, groups: asyncio.TaskGroup, admission: Admission) -> None:
         # one state for whoever takes a snapshot: the draw is handed out and has its slot
         with self._buffer.changed:
-            draw = self._next_draw(admission)
+            draw = self._stream.next_draw() if admission.draw is None else admission.draw
+            if admission.draw is not None:
+                self._stream.take(draw)
+            recorded = None if self._recorded is None else self._recorded.group(draw)
+            if recorded is not None:
+                self._repeat(recorded)
+                return
             slot = self._reserve(draw, admission.target_step)
-        recorded = None if self._recorded is None else self._recorded.group(draw)
-        if recorded is not None:
-            self._commit(slot, recorded.trajectories)
-        else:
-            self._start(groups, slot, {})
+        self._start(groups, slot, {})
 
-    def _next_draw(self, admission: Admission) -> int:
-        if admission.draw is None:
-            return self._stream.next_draw()
-        self._stream.take(admission.draw)
-        return admission.draw
+    def _repeat(self, group: PromptGroup) -> None:
+        self._stream.ledger.dispatch(group.draw)
+        self._stream.ledger.finish(group.draw)
+        self._buffer.restore(group)
+        self.commits += 1
+        self._on_commit(group)
 
     def _reserve(self, draw: int, target_step: int | None) -> PendingGroup:
         prompt = self._prompts[self._stream.row_of(draw)]

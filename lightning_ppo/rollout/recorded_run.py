@@ -82,8 +82,9 @@ class RecordedRun:
         return self.sampler.is_done(version)
 
     def group(self, draw: int) -> PromptGroup | None:
-        """Return the recorded responses of a draw, or None if they are to be generated."""
-        return self._groups.get(draw)
+        """Return the recorded group of a draw, stamped with its step, or None if it is to be generated."""
+        group = self._groups.get(draw)
+        return None if group is None else self._stamped(group)
 
     # ------------------------------------------------------------------ where a repeated run starts
 
@@ -125,7 +126,7 @@ class RecordedRun:
             return ()
         left = {draw: record for draw, (step, record) in self._records.items() if step >= ppo_step}
         found = {
-            group.draw: dataclasses.replace(group, target_step=self._records[group.draw][0])
+            group.draw: self._stamped(group)
             for group in groups
             if group.draw in left
             and left[group.draw].newest_version <= version
@@ -171,6 +172,9 @@ class RecordedRun:
         if recorded is not None and weights != recorded:
             place = f"the update of PPO step {version - 1}" if after is not None else f"the start at PPO step {version}"
             raise self._differs(place, "the policy's weights differ")
+
+    def _stamped(self, group: PromptGroup) -> PromptGroup:
+        return dataclasses.replace(group, target_step=self._records[group.draw][0])
 
     def _differs(self, place: str, what: str) -> RolloutError:
         return RolloutError(

@@ -84,6 +84,8 @@ class Snapshots:
         self._loaded: dict[str, Any] | None = None
         """What `load` got, until `restore` has put it back."""
         self._saved = SavedRollouts()
+        self._found: list[PromptGroup] = []
+        """What the journal beside the loaded checkpoint holds."""
         self._checkpoints: deque[int] = deque(maxlen=2)
 
     def append(self, group: PromptGroup) -> None:
@@ -93,6 +95,8 @@ class Snapshots:
 
     def trim(self, ppo_step: int) -> None:
         """Drop parts of the journal that neither the checkpoint of this step, now written, nor the last one needs."""
+        if ppo_step in self._checkpoints:
+            return
         self._checkpoints.append(ppo_step)
         if self._journal is not None and len(self._checkpoints) == self._checkpoints.maxlen:
             self._journal.trim(self._checkpoints[0])
@@ -129,8 +133,8 @@ class Snapshots:
         """Check everything, then continue with the saved ledger; `restore` puts the rollouts back.
 
         Raises:
-            CheckpointError: the state is damaged, or belongs to other prompts, seed or shuffle setting; nothing was
-                loaded.
+            CheckpointError: the state is damaged, or belongs to other prompts, seed or shuffle setting, or the journal
+                beside the checkpoint is damaged (`restore=none` does without it); nothing was loaded.
         """
         if state.get("prompts") != self._prompts.fingerprint:
             raise CheckpointError("the prompts differ from those of the checkpoint; resume with the same data set")
@@ -138,12 +142,13 @@ class Snapshots:
         self._stream.load_state_dict(state.get("stream", {}))
         try:
             saved = self._decode(state)
+            found = self._read_journal(state, saved)
             if "dropped" in state:
                 self._budget.load_state_dict(state["dropped"])
         except CheckpointError:
             self._stream.load_state_dict(before)
             raise
-        self._saved = saved
+        self._saved, self._found = saved, found
         self._loaded = dict(state)
 
     def restore(self, ppo_step: int, version: int) -> list[int | None]:
@@ -157,8 +162,7 @@ class Snapshots:
             The target step of every group that has a slot now.
 
         Raises:
-            CheckpointError: the journal beside the checkpoint is damaged (`restore=none` does without it), or the
-                checkpoint does not fit the run that is repeated.
+            CheckpointError: the checkpoint does not fit the run that is repeated.
         """
         if self._loaded is None and self._recorded is None:
             return []
@@ -178,7 +182,7 @@ class Snapshots:
                 self._pump.dispatch_again(self._buffer.pending_group(item.draw), item.finished)
         if self._journal is not None and self._loaded is not None:
             self._journal.fork(plan.ready, ppo_step, saved.lineage, version)
-        self._loaded, self._saved = None, SavedRollouts()
+        self._loaded, self._saved, self._found = None, SavedRollouts(), []
         if plan.ready or plan.pending:
             _log.info("took over %d finished groups; %d are generated again", len(plan.ready), len(plan.pending))
         return [*(group.target_step for group in plan.ready), *(item.target_step for item in plan.pending)]
@@ -191,11 +195,11 @@ class Snapshots:
     def _plan(self, ppo_step: int, version: int) -> RestorePlan:
         config, saved, is_done = self._config, self._saved, self._stream.ledger.is_done
         if self._recorded is not None:
-            groups = (*saved.ready, *self._read_journal()) if self._recorded.generates else ()
+            groups = (*saved.ready, *self._found) if self._recorded.generates else ()
             return RestorePlan(ready=self._recorded.take_over(groups, ppo_step, version, is_done))
         return plan_restore(
             saved.ready,
-            self._read_journal(),
+            self._found,
             saved.in_flight,
             is_done=is_done,
             ppo_step=ppo_step,
@@ -214,23 +218,23 @@ class Snapshots:
         size = config.num_generations_per_prompt
         saved = decode_rollouts(state["rollouts"], self._prompts, size, self._stream.row_of)
         why = ""
-        if state["sampler"] != config.sampler:
-            why = f"they were drawn by sampler={state['sampler']}, this run has {config.sampler}"
+        if state.get("sampler") != config.sampler:
+            why = f"they were drawn by sampler={state.get('sampler')}, this run has {config.sampler}"
         elif not self._sampler.capabilities.supports_restore:
             why = f"sampler={config.sampler} cannot take them over"
-        elif state["fingerprint"] != self._fingerprint:
+        elif state.get("fingerprint") != self._fingerprint:
             why = "they were sampled with other settings"
         if why:
             _log.warning("saved rollouts are generated again: %s", why)
             return SavedRollouts()
         return saved
 
-    def _read_journal(self) -> list[PromptGroup]:
-        folder = (self._loaded or {}).get("journal")
-        unwanted = self._config.restore == "none" or not self._saved.lineage
+    def _read_journal(self, state: Mapping[str, Any], saved: SavedRollouts) -> list[PromptGroup]:
+        folder = state.get("journal")
+        unwanted = self._config.restore == "none" or not saved.lineage
         if not folder or unwanted or not self._sampler.capabilities.supports_restore:
             return []
         if not Path(folder).is_dir():
             _log.info("journal %s is not there any more: what it held is generated again", folder)
             return []
-        return Journal.read(Path(folder), self._fingerprint, self._prompts, self._saved.lineage)
+        return Journal.read(Path(folder), self._fingerprint, self._prompts, saved.lineage)

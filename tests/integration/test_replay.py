@@ -169,9 +169,8 @@ def test_recorded_responses_need_no_engine_for_training(run):
 
 
 def test_fewer_steps_are_repeated_too(run):
-    first, part = run(DRAINED), run(DRAINED, 3)
+    first = run(DRAINED)
     first.fit()
-    part.ppo_steps = 3
     again = run(DRAINED, 3, replays=schedule_of(first))
     again.fit()
     assert steps_of(schedule_of(again)) == steps_of(schedule_of(first))[:3]
@@ -361,6 +360,7 @@ def test_vllm_without_records_is_refused(run, recorded):
     refused(again, ConfigError, "has no recorded responses, and this engine's depend on what else is generated")
 
 
+@pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty")
 def test_a_replay_into_the_folder_of_the_recorded_run_is_refused(make_run, run, recorded, tmp_path):
     again = make_run(
         3,
@@ -442,11 +442,33 @@ def test_what_a_resumed_run_did_before_is_void(run, recorded, tmp_path):
 
 
 def test_a_checkpoint_of_another_run_is_refused(run, recorded, tmp_path):
-    """Its trained prompts are not the schedule's."""
+    """Before anything is generated; here its policy is another one."""
     other = run({**DRAINED, "num_prompts_per_step": 2}, 3, callbacks=[SaveAt(tmp_path, 2)])
     other.fit()
     again = run(DRAINED, 3, replays=recorded[1])
-    message = r"the checkpoint of PPO step 2 has not trained draw \d+, which is of PPO step \d in replay_schedule="
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(RolloutError, match="first differs at the update of PPO step 1: the policy's weights differ;"):
         again.fit(tmp_path / "2.ckpt")
+    assert again.fake.requests == []
+
+
+def held_back(draw):
+    """An engine that is slow with one draw."""
+    return FakeEngine(delay_s=lambda request: 0.3 if request.request_id.startswith(f"draw{draw}_") else 0.0)
+
+
+def frozen(run, rollout, steps, **settings):
+    """A run whose policy never changes."""
+    module = {"policy_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.0)}
+    return run(rollout, steps, module=module, **settings)
+
+
+def test_a_checkpoint_that_trained_other_prompts_is_refused(run, tmp_path):
+    """Even if its policy is the same."""
+    other = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, callbacks=[SaveAt(tmp_path, 1)], fake=held_back(0))
+    other.fit()
+    first = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, fake=held_back(1))
+    first.fit()
+    again = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, replays=schedule_of(first))
+    with pytest.raises(CheckpointError, match=r"the checkpoint of PPO step 1 has (not )?trained draw [01], which is of"):
+        again.fit(tmp_path / "1.ckpt")
     assert again.fake.requests == []
