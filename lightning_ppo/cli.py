@@ -30,7 +30,7 @@ from lightning_ppo.console import (
 from lightning_ppo.errors import ConfigError
 from lightning_ppo.export import export_checkpoint, read_checkpoint
 from lightning_ppo.module import PPOModule
-from lightning_ppo.parser import PPOParser, add_callback_arguments, export_parser
+from lightning_ppo.parser import PPOParser, add_callback_arguments, add_short_name, export_parser
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.validation import reject
@@ -128,6 +128,8 @@ class PPOCLI(LightningCLI):
             usage = f"lightning-ppo {name} --config FILE [--KEY VALUE ...]"
             subparser = self._prepare_subcommand_parser(L.Trainer, name, usage=usage, description=purpose)
             self._subcommand_parsers[name] = subparser
+            if name == "fit":
+                add_short_name(subparser, "data.rollout.replay_schedule", "replay-schedule")
             subcommands.add_subcommand(name, subparser, help=purpose)
         purpose = "Write plain Hugging Face folders of the policy and the critic."
         subcommands.add_subcommand("export", export_parser(purpose), help=purpose)

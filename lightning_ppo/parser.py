@@ -34,6 +34,20 @@ def add_callback_arguments(parser: LightningArgumentParser) -> None:
     )
 
 
+def add_short_name(parser: LightningArgumentParser, key: str, name: str) -> None:
+    """Have `--name` mean `--key`, in the help as well.
+
+    Args:
+        parser: A subcommand's parser.
+        key: A key that it has.
+        name: Another name for it; config files know `key` only.
+    """
+    action = next(action for action in parser._actions if action.dest == key)
+    # the parser shares its table of options with its groups
+    parser._option_string_actions[f"--{name}"] = action
+    action.option_strings = [*action.option_strings, f"--{name}"]
+
+
 def export_parser(description: str) -> PPOParser:
     """Build the parser of `export`."""
     parser = PPOParser(usage="lightning-ppo export CKPT DIR [--policy FOLDER]", description=description)

@@ -7,7 +7,7 @@ import lightning as L
 
 from lightning_ppo.hooks import BeforeRefit, PPOCallback, RefitEnd, call_hooks
 from lightning_ppo.models.scoring import response_logprobs
-from lightning_ppo.rollout.fingerprint import check_fingerprint, probe_request, probe_rows
+from lightning_ppo.rollout.fingerprint import check_fingerprint
 
 if TYPE_CHECKING:
     from lightning_ppo.module import PPOModule
@@ -52,9 +52,8 @@ class WeightRefit(PPOCallback):
         tolerance = pl_module.rollouts.refit_tolerance
         if tolerance is None:
             return 0.0
-        request = probe_request(pl_module.rollouts.any_prompt(), policy_version, pl_module.policy.temperature)
-        answers = pl_module.rollouts.probe(request)
-        rows = probe_rows(request, answers)
+        answers = pl_module.rollouts.probe(policy_version)
+        rows = list(answers.values())
         # wherever it is: on the training device right after an update, on the host before the first one
         device = next(pl_module.policy.parameters()).device
         logprobs = response_logprobs(pl_module.policy, rows, [list(range(len(rows)))], device)

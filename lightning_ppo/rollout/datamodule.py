@@ -18,7 +18,7 @@ from lightning_ppo.ranks import Relay
 from lightning_ppo.rollout.assembly import RunPlace, build_collector, build_engine, build_ray, chosen_engine
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.deal import Share, deal
-from lightning_ppo.rollout.engine import Engine, Generation, GenerationRequest, PolicySpec
+from lightning_ppo.rollout.engine import Engine, PolicySpec
 from lightning_ppo.rollout.generators import Generators
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local.config import LocalEngineConfig
@@ -79,6 +79,8 @@ class RolloutDataModule(L.LightningDataModule):
         self._validation_set: PromptSet | None = None
         self._position: dict[str, Any] = {}
         """State of the last run's collector, for a save after `fit` and for another `fit` that goes on."""
+        self._position_of: L.Trainer | None = None
+        """Whose run it was, so that a run that failed in its first step is not taken for a new one."""
         self._generators: Generators | None = None
         """On rank 0."""
         self._ray: RayRuntime | None = None
@@ -134,8 +136,8 @@ class RolloutDataModule(L.LightningDataModule):
             stop_token_ids=self._stop_token_ids,
             is_reproducible=not isinstance(self.engine_config, VLLMConfig),
         )
-        self._generators = Generators(engine, collector, reward, self.rollout, self._ray, schedule)
-        if self._position and self._trainer().global_step > 0:
+        self._generators = Generators(engine, collector, reward, self._train_set[0], self.rollout, self._ray, schedule)
+        if self._position and (self._trainer().global_step > 0 or self._position_of is self.trainer):
             collector.load_state_dict(self._position)
 
     def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> bool:
@@ -159,7 +161,9 @@ class RolloutDataModule(L.LightningDataModule):
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
         if self._generators is not None:
-            self._position = self._generators.close() or self._position
+            position = self._generators.close()
+            if position:
+                self._position, self._position_of = position, self.trainer
         self._generators = self._ray = None
         self._engine_is_up = False
         if self._process is not None:
@@ -180,17 +184,9 @@ class RolloutDataModule(L.LightningDataModule):
         """Largest difference of a probe's log-probs that proves a refit; None where none is needed."""
         return self.engine_config.tolerance if isinstance(self.engine_config, VLLMConfig) else None
 
-    def any_prompt(self) -> Prompt:
-        """Return a prompt to probe with."""
-        prompts = self._train_set or self._validation_set
-        if prompts is None:
-            raise RolloutError("rollouts are not set up; run Trainer.fit, validate or predict")
-        return prompts[0]
-
-    def probe(self, request: GenerationRequest) -> Mapping[str, Generation]:
-        """Have every replica of the engine answer the same request."""
-        timeout_s = self.rollout.timeout_s
-        return self._relay().run(lambda poll: self._rank_zero().collector.jobs.probe(request, timeout_s, poll))
+    def probe(self, policy_version: int) -> Mapping[str, Trajectory]:
+        """Have every replica of the engine answer the same prompt; returns the answers by the replicas' names."""
+        return self._relay().run(lambda poll: self._rank_zero().probe(poll, policy_version))
 
     def sleep(self) -> None:
         """Take the engine off the training device (`rollout.colocated`)."""
@@ -241,14 +237,11 @@ class RolloutDataModule(L.LightningDataModule):
     def val_dataloader(self) -> PromptBatches | list[Prompt]:
         return [] if self._validation_set is None else PromptBatches(self._validation_set, VALIDATION_BATCH)
 
-    @override
-    def predict_dataloader(self) -> PromptBatches | list[Prompt]:
-        return self.val_dataloader()
+    predict_dataloader = val_dataloader
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Leave rows on the host; micro-batches move when they are trained."""
-        return batch
+        return batch  # rows stay on the host; micro-batches move when they are trained
 
     def position(self, ppo_step: int | None = None) -> dict[str, Any]:
         """Return what became of every prompt, and finished rollouts.

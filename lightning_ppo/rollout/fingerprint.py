@@ -25,10 +25,10 @@ def probe_request(prompt: Prompt, policy_version: int, temperature: float) -> Ge
     return GenerationRequest(f"probe_version{policy_version}", prompt.token_ids, sampling, seed=policy_version)
 
 
-def probe_rows(request: GenerationRequest, answers: Mapping[str, Generation]) -> list[Trajectory]:
-    """Turn the answers into rows that a policy can score, in the order of the answers."""
-    return [
-        Trajectory(
+def probe_rows(request: GenerationRequest, answers: Mapping[str, Generation]) -> dict[str, Trajectory]:
+    """Turn the answers into rows that a policy can score, by the replicas' names."""
+    return {
+        name: Trajectory(
             sample_id=f"{request.request_id}_{name}",
             prompt_ids=torch.tensor(request.prompt_ids, dtype=torch.int64),
             response_ids=torch.tensor(answer.token_ids, dtype=torch.int64),
@@ -40,7 +40,7 @@ def probe_rows(request: GenerationRequest, answers: Mapping[str, Generation]) ->
             response_text="",
         )
         for name, answer in answers.items()
-    ]
+    }
 
 
 def check_fingerprint(

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.engine import Engine, PolicySpec
+from lightning_ppo.rollout.fingerprint import probe_request, probe_rows
 from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.schedule_log import ScheduleLog
 
@@ -25,6 +27,7 @@ class Generators:
         engine: Generates; not started yet.
         collector: Runs the rollouts.
         reward: Rewards responses; moved to `ray`'s workers if the settings say so.
+        probe_prompt: What replicas answer to prove a refit.
         config: Settings.
         ray: Places servers and reward workers; None without.
         schedule: Writes the run's schedule.
@@ -35,6 +38,7 @@ class Generators:
         engine: Engine,
         collector: Collector,
         reward: RewardFunction,
+        probe_prompt: Prompt,
         config: RolloutConfig,
         ray: "RayRuntime | None",
         schedule: ScheduleLog,
@@ -42,6 +46,7 @@ class Generators:
         self.collector = collector
         self._engine = engine
         self._reward = reward
+        self._probe_prompt = probe_prompt
         self._config = config
         self._ray = ray
         self._schedule = schedule
@@ -82,6 +87,11 @@ class Generators:
             self.collector.drain(poll)
         self._send(weights, policy_version)
         self.collector.publish_version(policy_version)
+
+    def probe(self, poll: Poll, policy_version: int) -> dict[str, Trajectory]:
+        """Have every replica of the engine answer the same prompt; returns the answers by the replicas' names."""
+        request = probe_request(self._probe_prompt, policy_version, self._config.temperature)
+        return probe_rows(request, self.collector.jobs.probe(request, self._config.timeout_s, poll))
 
     def sleep(self, poll: Poll) -> None:
         """Take the engine off the training device; nothing is generated until the next `refit`."""

@@ -85,8 +85,14 @@ class RewardFunction:
                 raise reject("reward", self._name, why, f"name one of the columns ({have}) or give it a default")
 
     def run_by(self, remote: Callable[..., Any]) -> None:
-        """Have the callable run elsewhere from now on: `remote` takes the same arguments and returns an awaitable."""
+        """Have the callable run elsewhere from now on.
+
+        Args:
+            remote: Takes the same arguments and returns an awaitable. It keeps the deadline itself, from the start of a
+                call, so that waiting for a free worker does not count.
+        """
         self._reward = remote
+        self._timeout_s = math.inf
 
     async def __call__(self, prompt: Prompt, response_text: str, finish_reason: FinishReason) -> float:
         """Reward one response.

@@ -117,10 +117,18 @@ def test_rollouts_know_lightning_only_in_the_data_module():
     assert users == [f"{PACKAGE}.rollout.datamodule"]
 
 
+def importers_of(*packages):
+    return sorted(name for name, names in IMPORTS.items() if set(packages) & {n.split(".")[0] for n in names})
+
+
 def test_heavy_or_conflicting_packages_are_never_imported():
     """The trainer's process never imports vllm; its torch pin may conflict. And of the two Lightnings we use one."""
-    heavy = {"vllm", "ray", "megatron", "pytorch_lightning"}
-    assert [(name, sorted(names)) for name, names in IMPORTS.items() if heavy & {n.split(".")[0] for n in names}] == []
+    assert importers_of("vllm", "megatron", "pytorch_lightning") == []
+
+
+def test_ray_is_imported_where_it_is_asked_for_only():
+    """By functions of one package; that loading it loads no Ray is tested in tests/ray."""
+    assert all(name.startswith(f"{PACKAGE}.rollout.ray.") for name in importers_of("ray"))
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
