@@ -287,8 +287,8 @@ class PPOModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_fits_together(checkpoint["state_dict"], int(checkpoint["global_step"]))
-        self.policy_version = int(checkpoint[KEY]["policy_version"])
         self.rollouts.load_position(checkpoint[KEY]["prompts"])
+        self.policy_version = int(checkpoint[KEY]["policy_version"])
         self._running_centre = checkpoint[KEY].get("running_centre")
 
     # ------------------------------------------------------------------

@@ -68,6 +68,10 @@ def steps_of(path):
     return [row for row in rows if "run" not in row]
 
 
+def draws_of(row):
+    return [draw for chunk in row["chunks"] for draw in chunk]
+
+
 def schedule_of(run):
     return str(Path(run.trainer.log_dir) / "schedule.jsonl")
 
@@ -108,6 +112,7 @@ def test_an_asynchronous_run_is_repeated_bit_for_bit(run, rollout, warmup):
     rollout = {**DRAINED, **rollout}
     first = run(rollout, fake=local(), warmup=warmup, reward=uneven_letters)
     first.fit()
+    assert any(record[0] < row["ppo_step"] for row in steps_of(schedule_of(first)) for record in row["groups"])
     again = run(rollout, fake=local(3), warmup=warmup, replays=schedule_of(first))
     again.fit()
     assert is_same(first, again)
@@ -159,8 +164,8 @@ def spanning(run, rollout):
 def test_recorded_responses_need_no_engine_for_training(run):
     """Not one request, although a response spans two versions, and validation still asks the engine."""
     first = spanning(run, IN_FLIGHT)
-    row = next(row for row in steps_of(schedule_of(first)) if 4 in sum(row["chunks"], []))
-    record = row["groups"][sum(row["chunks"], []).index(4)]
+    row = next(row for row in steps_of(schedule_of(first)) if 4 in draws_of(row))
+    record = row["groups"][draws_of(row).index(4)]
     assert record[:3] == [0, 0, 1]
     again = run(IN_FLIGHT, replays=schedule_of(first), validation_prompts=[{"prompt": "^ab="}])
     again.fit()
@@ -188,7 +193,7 @@ def test_the_schedule_is_complete_and_compact(run):
     steps = steps_of(schedule_of(first))
     assert [row["ppo_step"] for row in steps] == list(range(STEPS))
     for row in steps:
-        draws = sum(row["chunks"], [])
+        draws = draws_of(row)
         assert sorted(draws) == list(range(24 * row["ppo_step"], 24 * row["ppo_step"] + 24))
         assert {record[0] for record in row["groups"]} <= {row["ppo_step"], row["ppo_step"] - 1}
     assert max(len(line) for line in lines[1:]) < 24 * 40
@@ -469,6 +474,6 @@ def test_a_checkpoint_that_trained_other_prompts_is_refused(run, tmp_path):
     first = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, fake=held_back(1))
     first.fit()
     again = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, replays=schedule_of(first))
-    with pytest.raises(CheckpointError, match=r"the checkpoint of PPO step 1 has (not )?trained draw [01], which is of"):
+    with pytest.raises(CheckpointError, match="the checkpoint of PPO step 1 has (not )?trained draw [01]"):
         again.fit(tmp_path / "1.ckpt")
     assert again.fake.requests == []

@@ -1,0 +1,69 @@
+"""Prompts without end: every epoch in an order of its own, over any number of restarts; PPO steps alone are the limit."""
+
+import pytest
+
+import lightning_ppo as ppo
+from lightning_ppo.testing import CHARACTERS
+
+OFF_POLICY = {"importance_correction": "truncated"}
+LETTERS = "abcdefghijkl"
+
+
+class Rows(ppo.PPOCallback):
+    """The prompts of every step, in draw order; saves when asked to."""
+
+    def __init__(self, save_after=None, path=None):
+        self.prompts, self.save_after, self.path = [], save_after, path
+
+    def on_ppo_step_end(self, trainer, pl_module, payload):
+        chosen = {int(row.trajectory.sample_id.split("_")[0][4:]): row.trajectory for row in payload.batch.rows}
+        self.prompts += [CHARACTERS[chosen[draw].prompt_ids[1]] for draw in sorted(chosen)]
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.global_step == self.save_after:
+            trainer.save_checkpoint(self.path)
+
+
+def train(make_run, size, steps, seed=3, ahead=0, resume=None, **save):
+    rows = Rows(**save)
+    run = make_run(
+        steps,
+        prompts=[{"prompt": f"^{letter}="} for letter in LETTERS[:size]],
+        rollout={"seed": seed, "max_lookahead_versions": ahead},
+        ppo_settings=OFF_POLICY,
+        callbacks=[rows],
+    )
+    run.fit(resume)
+    assert run.trainer.global_step == run.trainer.current_epoch == steps
+    return rows.prompts
+
+
+def test_every_epoch_is_a_new_order_from_the_seed(make_run):
+    """Pitfall 79: one and a half batches of prompts, four steps."""
+    prompts = train(make_run, size=6, steps=4)
+    first, second = prompts[:6], prompts[6:12]
+    assert len(prompts) == 16
+    assert sorted(first) == sorted(second) == list(LETTERS[:6])
+    assert len(set(prompts[12:])) == 4
+    assert first != second
+    assert train(make_run, size=6, steps=4) == prompts
+    assert train(make_run, size=6, steps=4, seed=4) != prompts
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_few_steps_over_few_prompts(make_run, steps, ahead):
+    """Pitfall 88, and fewer prompts than one step takes."""
+    for size in (3, 6):
+        assert len(train(make_run, size=size, steps=steps, ahead=ahead)) == 4 * steps
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("size", [4, 6, 8])
+def test_interrupted_order_equals_uninterrupted(make_run, tmp_path, size, ahead, stop):
+    """Pitfalls 94, 95 and 103: two epochs and more; with 4 and 8 prompts some stops are at the end of an epoch."""
+    whole = train(make_run, size=size, steps=5, ahead=ahead)
+    path = tmp_path / "stop.ckpt"
+    before = train(make_run, size=size, steps=stop, ahead=ahead, save_after=stop, path=path)
+    assert before + train(make_run, size=size, steps=5, ahead=ahead, resume=path) == whole
