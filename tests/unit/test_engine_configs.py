@@ -1,0 +1,100 @@
+"""Settings of vLLM, Ray and failures check themselves; the data module's check which engine they are for."""
+
+import dataclasses
+import re
+
+import pytest
+
+import lightning_ppo as ppo
+from lightning_ppo.errors import ConfigError
+
+VLLM = [
+    ("urls", ("10.0.0.5:8000",)),
+    ("urls", ("http://a:1", "http://a:1/")),
+    ("num_servers", 0),
+    ("placement", "slurm"),
+    ("device", "tpu"),
+    ("devices_per_server", 0),
+    ("devices", (0, 1)),
+    ("devices", (-1,)),
+    ("cores", (1, 1)),
+    ("trainer_threads", 0),
+    ("num_threads", 0),
+    ("dtype", "int8"),
+    ("max_num_seqs", 0),
+    ("kv_cache_bytes", 0),
+    ("gpu_memory_fraction", 0),
+    ("gpu_memory_fraction", 1.1),
+    ("transport", "http"),
+    ("transport", "file"),
+    ("bucket_bytes", 0),
+    ("start_timeout_s", 0),
+    ("update_timeout_s", float("inf")),
+    ("request_timeout_s", 0),
+    ("fingerprint_tolerance", 0),
+    ("probe_interval_s", 0),
+    ("probe_timeout_s", 0),
+    ("quarantine_after", 0),
+    ("trust_after", 0),
+    ("max_restarts", -1),
+]
+RAY = [
+    ("num_cpus_per_server", -1),
+    ("num_gpus_per_server", -1),
+    ("resources_per_server", {"rack": 0}),
+    ("placement_strategy", "NEAR"),
+    ("num_cpus_per_reward_worker", -1),
+    ("local_object_store_bytes", 1000),
+]
+FAILURES = [
+    ("max_infra_attempts", 0),
+    ("max_data_attempts", 0),
+    ("backoff_s", -1),
+    ("backoff_s", 31),
+    ("max_backoff_s", -1),
+    ("drop", "ignore"),
+    ("drop", "skip"),
+    ("max_dropped_prompts", 1),
+    ("max_consecutive_dropped_prompts", 1),
+    ("stall_action", "restart"),
+]
+KINDS = {"vllm": (ppo.VLLMConfig, VLLM), "ray": (ppo.RayConfig, RAY), "failures": (ppo.FailureConfig, FAILURES)}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "field", "value"), [(prefix, *case) for prefix, (_, cases) in KINDS.items() for case in cases]
+)
+def test_bad_value_is_rejected_in_one_line_that_names_the_field(prefix, field, value):
+    with pytest.raises(ConfigError) as caught:
+        KINDS[prefix][0](**{field: value})
+    assert re.match(rf"^{prefix}\.{field}(\.\w+)?=[^\n]+; [^\n]+$", str(caught.value)), str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in KINDS.values()])
+def test_defaults_are_valid_frozen_and_documented(kind):
+    config = kind()
+    names = [field.name for field in dataclasses.fields(kind)]
+    assert re.findall(r"^ {8}(\w+): ", kind.__doc__, flags=re.MULTILINE) == names
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, names[0], None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine": "tpu"}, "engine=tpu is unknown"),
+        ({"vllm": ppo.VLLMConfig(num_servers=2)}, r"vllm=.* is not read by engine=local; set engine=vllm"),
+        ({"engine": "vllm", "local": ppo.LocalEngineConfig(slots=4)}, r"local=.* is not read by engine=vllm"),
+    ],
+)
+def test_settings_of_the_engine_that_is_not_used_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ppo.RolloutDataModule([{"prompt": "^a="}], lambda response: 0.0, **settings)
+
+
+def test_servers_of_the_user_are_not_placed():
+    with pytest.raises(ConfigError, match=r"vllm\.placement=ray cannot place the servers of vllm\.urls"):
+        ppo.VLLMConfig(urls=("http://a:1",), placement="ray")
+    with pytest.raises(ConfigError, match=r"vllm\.num_servers=3 is not the 2 of vllm\.urls"):
+        ppo.VLLMConfig(urls=("http://a:1", "http://b:1"), num_servers=3)
+    assert ppo.VLLMConfig(urls=("http://a:1", "http://b:1")).is_external
