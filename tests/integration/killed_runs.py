@@ -1,7 +1,7 @@
-"""Runs training in forked processes that may be killed: a script, `exactly_once` tests talk to it.
+"""Runs training in forked processes that may be killed: a script, `test_exactly_once.py` talks to it.
 
-Importing everything takes seconds, so one process does it once and forks a child per run. It reads one job per line
-(JSON) from its standard input and answers with one line each: how the child ended (`os.waitstatus_to_exitcode`).
+Importing everything takes seconds, so one process does it once, says `ready`, and forks a child per run. It reads one
+job per line (JSON) from its standard input and answers with one line each: the child's `os.waitstatus_to_exitcode`.
 A child is killed when its deadline has passed. It leaves in the job's folder: `{name}.steps`, a line per completed PPO
 step; `{name}.requests`, a line per request of the engine; `{name}.end` when it was not killed; `{name}.output`.
 """
@@ -253,6 +253,7 @@ def main(policy: str) -> None:
     torch.set_num_threads(1)
     # what the first model of a process loads lazily, once for all children
     ppo.PPOModule(policy)
+    print("ready", flush=True)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

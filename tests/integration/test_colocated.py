@@ -4,13 +4,14 @@ import asyncio
 import threading
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
 import lightning_ppo as ppo
 from lightning_ppo.errors import StepError
 from lightning_ppo.rollout.failure_config import FailureConfig
-from lightning_ppo.testing import FakeEngine
+from lightning_ppo.testing import FakeEngine, make_prompt
 
 ONCE = FailureConfig(max_infra_attempts=1, max_data_attempts=1)
 COLOCATED = {"colocated": True, "failures": ONCE}
@@ -124,7 +125,7 @@ def test_sleep_waits_for_what_is_still_generated(make_run) -> None:
     class Side(ppo.PPOCallback):
         def on_chunk_ready(self, trainer, pl_module, payload):
             if payload.chunk.ppo_step == 0:
-                prompt = pl_module.rollouts.any_prompt()
+                prompt = make_prompt()
                 sample = threading.Thread(
                     target=lambda: side.extend(pl_module.rollouts.sample([prompt], namespace="side")), daemon=True
                 )
@@ -182,8 +183,6 @@ def test_a_slow_reward_of_an_attempt_that_failed_does_not_generate_asleep(make_r
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_with_the_local_engine(policy_folder, tmp_path, backend: str) -> None:
-    import lightning as L
-
     def fit(colocated: bool) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         data = ppo.RolloutDataModule(

@@ -124,6 +124,8 @@ def test_responses_that_span_versions_are_repeated_from_their_records(run):
     """With the built-in engine and weights that change in mid-response."""
     first = run(IN_FLIGHT, fake=local(2), reward=uneven_letters)
     first.fit()
+    records = [record for row in steps_of(schedule_of(first)) for record in row["groups"]]
+    assert any(len(record) == 5 and record[1] < record[2] for record in records)
     again = run(IN_FLIGHT, replays=schedule_of(first))
     again.fit()
     assert is_same(first, again)
@@ -474,6 +476,6 @@ def test_a_checkpoint_that_trained_other_prompts_is_refused(run, tmp_path):
     first = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, fake=held_back(1))
     first.fit()
     again = frozen(run, {**DRAINED, "sampler": "ready_first"}, 2, replays=schedule_of(first))
-    with pytest.raises(CheckpointError, match="the checkpoint of PPO step 1 has (not )?trained draw [01]"):
+    with pytest.raises(CheckpointError, match=r"the checkpoint of PPO step 1 has (not )?trained draw [01]"):
         again.fit(tmp_path / "1.ckpt")
     assert again.fake.requests == []

@@ -1,4 +1,4 @@
-"""Critic warm-up banking through the whole loop: how far generation runs ahead, and that nothing is wasted or too old."""
+"""Critic warm-up banking through the whole loop: how far generation runs ahead; nothing is wasted or too old."""
 
 import time
 from collections import Counter
