@@ -77,5 +77,11 @@ class ScheduleLog:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements read as whole numbers, modulo 2^64: int64, exact in whatever order."""
-    return tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    """Return the sum of a tensor's bits read as whole numbers, modulo 2^64: int64, exact in whatever order.
+
+    Eight bytes at a time where they divide so, which is many times faster on a CPU than widening every element.
+    """
+    bits = tensor.detach().contiguous().flatten()
+    if bits.numel() * bits.element_size() % 8 == 0 and bits.storage_offset() * bits.element_size() % 8 == 0:
+        return bits.view(torch.int64).sum()
+    return bits.view(_BITS[bits.element_size()]).sum(dtype=torch.int64)
