@@ -13,6 +13,7 @@ from lightning_ppo.errors import ConfigError
 from lightning_ppo.hooks import check_hook_names
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.datamodule import RolloutDataModule
+from lightning_ppo.rollout.failures import check_drops
 from lightning_ppo.rollout.samplers import make_sampler
 from lightning_ppo.rollout.tail import check_alignment, group_alignment
 from lightning_ppo.strategy import MAX_CHUNKS, StreamingPPOStrategy
@@ -40,11 +41,19 @@ def check_run(trainer: L.Trainer, module: "PPOModule") -> None:
     _check_loaders(trainer, datamodule)
     callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     check_hook_names(callbacks)
-    check_algorithm(module.ppo, datamodule.rollout)
-    ranks = trainer.world_size
-    align = group_alignment(generations=datamodule.rollout.num_generations_per_prompt, dp_sizes=(ranks,))
-    check_alignment(datamodule.rollout.num_prompts_per_step, align)
-    _check_minibatches(module.ppo, datamodule.rollout, ranks)
+    rollout, ranks = datamodule.rollout, trainer.world_size
+    check_algorithm(module.ppo, rollout)
+    align = group_alignment(generations=rollout.num_generations_per_prompt, dp_sizes=(ranks,))
+    check_alignment(rollout.num_prompts_per_step, align)
+    check_drops(
+        rollout.failures,
+        samplers_stamp=make_sampler(rollout, module.ppo.critic_warmup_steps).capabilities.stamps_targets,
+        align=align,
+        groups_per_step=rollout.num_prompts_per_step,
+        generations=rollout.num_generations_per_prompt,
+        row_multiple=ranks,
+    )
+    _check_minibatches(module.ppo, rollout, ranks)
 
 
 def _check_trainer(trainer: L.Trainer) -> None:

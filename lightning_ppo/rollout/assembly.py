@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.engine import Engine
-from lightning_ppo.rollout.failures import check_drops
 from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.local import LocalEngine
 from lightning_ppo.rollout.local.config import LocalEngineConfig
@@ -159,14 +158,6 @@ def build_collector(
     if config.replay_schedule is not None and place.max_steps is not None:
         fingerprint = rollout_fingerprint(prompts, place.run_seed, config, stop_token_ids)
         recorded = _recording(config.replay_schedule, prompts, fingerprint, header, place, is_reproducible)
-    check_drops(
-        config.failures,
-        samplers_stamp=sampler.capabilities.stamps_targets,
-        align=align,
-        groups_per_step=config.num_prompts_per_step,
-        generations=config.num_generations_per_prompt,
-        row_multiple=place.ranks,
-    )
     collector = Collector(
         engine,
         prompts,

@@ -84,6 +84,8 @@ class Snapshots:
         self._loaded: dict[str, Any] | None = None
         """What `load` got, until `restore` has put it back."""
         self._saved = SavedRollouts()
+        self._lost: dict[int, int] = {}
+        """Groups that steps to come had lost for good at the checkpoint (`failures.drop=skip`)."""
         self._found: list[PromptGroup] = []
         """What the journal beside the loaded checkpoint holds."""
         self._checkpoints: deque[int] = deque(maxlen=2)
@@ -125,6 +127,7 @@ class Snapshots:
                 "fingerprint": self._fingerprint,
                 "sampler": self._config.sampler,
                 "dropped": self._budget.state_dict(),
+                "lost": [[step, count] for step, count in self._pump.dropped.items() if step is not None],
                 "journal": "" if self._directory is None else str(self._directory.absolute()),
                 "rollouts": encode_rollouts(ready, in_flight, self._prompts, group_size, lineage),
             }
@@ -149,6 +152,8 @@ class Snapshots:
             self._stream.load_state_dict(before)
             raise
         self._saved, self._found = saved, found
+        if saved.lineage or saved.ready or saved.in_flight:
+            self._lost = dict(state.get("lost", []))
         self._loaded = dict(state)
 
     def restore(self, ppo_step: int, version: int) -> list[int | None]:
@@ -159,7 +164,7 @@ class Snapshots:
             version: The policy version that it trains.
 
         Returns:
-            The target step of every group that has a slot now.
+            The target step of every group that has a slot now, or had one and was lost for good.
 
         Raises:
             CheckpointError: the checkpoint does not fit the run that is repeated.
@@ -185,7 +190,10 @@ class Snapshots:
         self._loaded, self._saved, self._found = None, SavedRollouts(), []
         if plan.ready or plan.pending:
             _log.info("took over %d finished groups; %d are generated again", len(plan.ready), len(plan.pending))
-        return [*(group.target_step for group in plan.ready), *(item.target_step for item in plan.pending)]
+        lost = {step: count for step, count in self._lost.items() if step >= ppo_step}
+        self._pump.dropped.update(lost)
+        taken = [*(group.target_step for group in plan.ready), *(item.target_step for item in plan.pending)]
+        return taken + [step for step, count in lost.items() for _ in range(count)]
 
     def close(self) -> None:
         """Close the journal; safe to call twice."""

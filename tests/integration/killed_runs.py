@@ -95,6 +95,9 @@ class ScriptedEngine(FakeEngine):
     def _is_early(self, draw: int, rank: int, version: int) -> bool:
         if self.job.get("after_save") and self.epoch < version:
             return True
+        if self.job["rollout"].get("sampler") == "ready_first" and draw % 8 == 6 and self.chunk_of_step <= draw // P:
+            # trained after draws of later batches, so that a checkpoint's trained draws have a gap
+            return True
         if self.job.get("long_are_slow"):
             return draw == longest_beside(draw) and self.chunk_of_step < draw // P
         return rank >= P * (self.chunk_of_step - self.before) + P - 1

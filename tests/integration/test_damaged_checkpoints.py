@@ -182,17 +182,22 @@ def test_the_journal_of_the_last_checkpoint_outlives_a_save_that_was_put_off(mak
 
 
 def test_a_resumed_streaming_run_does_not_overwrite_its_checkpoint(make_run, tmp_path):
-    """`ModelCheckpoint` would save step 2 once more after the first chunk of step 3, whose end that save waits for."""
+    """`ModelCheckpoint` would save step 2 once more after its first chunk, and that save waits for the step's end."""
 
     def saver():
         return ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1, filename="{step}")
 
-    streaming = {"min_groups_for_streaming_train": 1, "max_inflight_prompts": 1}
-    make_run(2, rollout=streaming, callbacks=[saver()], enable_checkpointing=True).fit()
+    class LetGo(ppo.PPOCallback):
+        def on_chunk_end(self, trainer, pl_module, payload):
+            late.let_go()
+
+    # in both runs: step 2 does not come as a single chunk
+    late, streaming = FakeEngine(holds=lambda request: draw_of(request) == 11), {"min_groups_for_streaming_train": 1}
+    make_run(2, rollout=streaming, fake=late, callbacks=[saver()], enable_checkpointing=True).fit()
     path = tmp_path / "saved" / "step=2.ckpt"
     content = path.read_bytes()
-    fake = FakeEngine(delay_s=lambda request: 0.2 if draw_of(request) == 11 else 0.0)
-    resumed = make_run(4, rollout=streaming, fake=fake, callbacks=[saver()], enable_checkpointing=True)
+    late = FakeEngine(holds=lambda request: draw_of(request) == 11)
+    resumed = make_run(4, rollout=streaming, fake=late, callbacks=[saver(), LetGo()], enable_checkpointing=True)
     with pytest.warns(UserWarning, match="exists and is not empty"):
         resumed.fit(path)
     assert {p.name for p in path.parent.iterdir()} == {"step=2.ckpt", "step=4.ckpt"}

@@ -226,6 +226,31 @@ def test_a_group_dropped_ahead_of_its_step_is_missing_there_and_nowhere_else(mak
     assert [record.trained(step) for step in range(3)] == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
 
 
+def test_a_step_that_lost_a_group_stays_short_after_a_resume(make_run, tmp_path) -> None:
+    path = tmp_path / "step1.ckpt"
+
+    class SaveOnceDropped(ppo.PPOCallback):
+        def on_chunk_end(self, trainer, pl_module, payload):
+            pump = trainer.datamodule._generators.collector._pump
+            deadline = time.monotonic() + 20
+            while pump.dropped[1] == 0 and payload.chunk.ppo_step == 0:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.global_step == 1:
+                trainer.save_checkpoint(path)
+
+    settings = {
+        "rollout": {"failures": SKIP, "max_lookahead_versions": 1},
+        "ppo_settings": {"importance_correction": "truncated"},
+    }
+    make_run(2, fake=failing_engine(5), callbacks=[SaveOnceDropped()], **settings).fit()
+    record = Record()
+    make_run(3, fake=failing_engine(5), callbacks=[record], **settings).fit(path)
+    assert [record.trained(step) for step in (1, 2)] == [[4, 6, 7], [8, 9, 10, 11]]
+
+
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_step_that_lost_everything_is_an_error_before_any_update(make_run, step: int) -> None:
     class Boundary(ppo.PPOCallback):

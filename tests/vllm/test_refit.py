@@ -136,7 +136,8 @@ def test_greedy_output_equals_a_fresh_server_on_the_exported_folder(
     ours = [answer.token_ids for answer in sample(url, make_requests(8, temperature=0.0))]
     policy.save_pretrained(tmp_path / "exported")
     config = VLLMConfig(device="cpu", kv_cache_bytes=64 * 1024 * 1024, extra_arguments=("--load-format", "auto"))
-    launcher = SubprocessLauncher(config, ServerCommand(config, tmp_path / "exported", 384), tmp_path)
+    command = ServerCommand(config, tmp_path / "exported", policy.config.to_json_string(), 384)
+    launcher = SubprocessLauncher(config, command, tmp_path)
     try:
         server = launcher.launch(0)
         control = Control(server.url)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.buckets import Bucket, split
+from lightning_ppo.refit.buckets import Bucket, piece_bytes, split
 from lightning_ppo.refit.host_weights import HostWeights
 from lightning_ppo.refit.layout import ALIGNMENT, FlatLayout
 
@@ -32,6 +32,23 @@ def test_buckets_cover_every_tensor_once_and_keep_to_their_size(shapes, bucket_b
         assert bucket.end <= max(layout.num_bytes, bucket.begin)
         rebuilt = Bucket.from_message(bucket.to_message())
         assert (rebuilt.slots, rebuilt.begin, rebuilt.end) == (bucket.slots, bucket.begin, bucket.end)
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "largest", "expected"),
+    [
+        (4 * MIB, 256 * MIB, 32 * MIB),  # small: one bucket
+        (800 * MIB, 256 * MIB, 100 * MIB),  # eight of them overlap
+        (14_000 * MIB, 256 * MIB, 256 * MIB),
+        (800 * MIB, 50_000, 50_000),
+        (0, 7, 7),
+    ],
+)
+def test_large_policies_travel_in_pieces_that_overlap(num_bytes, largest, expected):
+    assert piece_bytes(num_bytes, largest) == expected
 
 
 @settings(deadline=None, max_examples=40)

@@ -235,7 +235,7 @@ def test_versions_of_a_response_that_was_in_flight_during_a_refit(build, until) 
     engine = FakeEngine(length=4, holds=lambda request: draw_of(request) >= 4)
     collector, _ = build(engine, max_lookahead_versions=1)
     collector.start(0, 0)
-    collector.next_groups(0, 0, lambda: None).groups
+    collector.next_groups(0, 0, lambda: None)
     until(lambda: len(engine.held) == 8)
     engine.update_weights([], 1)
     collector.publish_version(1)
@@ -267,7 +267,7 @@ def test_groups_of_a_failed_step_are_trained_again_from_their_payload(build) -> 
 def test_only_claimed_groups_can_be_released(build) -> None:
     collector, _ = build()
     collector.start(0, 0)
-    collector.next_groups(0, 0, lambda: None).groups
+    collector.next_groups(0, 0, lambda: None)
     with pytest.raises(ValueError, match="are not being trained"):
         collector.release([0, 4])
     collector.release([0, 1, 2, 3])
@@ -276,7 +276,7 @@ def test_only_claimed_groups_can_be_released(build) -> None:
 def test_misuse_is_named(build) -> None:
     collector, _ = build()
     with pytest.raises(RolloutError, match="call start first"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     collector.start(0, 0)
     with pytest.raises(RolloutError, match="started already"):
         collector.start(0, 0)

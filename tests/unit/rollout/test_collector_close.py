@@ -21,7 +21,7 @@ def test_close_cancels_everything_and_ends_the_thread(build, until) -> None:
     assert len(engine.cancelled) == 8
     assert collector._buffer.occupied == 0
     with pytest.raises(RolloutError, match="is closed"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     collector.publish_version(1)
 
 
@@ -47,7 +47,7 @@ def test_close_wakes_a_trainer_that_waits(build, until) -> None:
 
     def trainer() -> None:
         try:
-            collector.next_groups(0, 0, lambda: None, poll_s=3600).groups
+            collector.next_groups(0, 0, lambda: None, poll_s=3600)
         except RolloutError as error:
             raised.append(error)
 

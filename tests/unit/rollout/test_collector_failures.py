@@ -36,7 +36,7 @@ def test_a_failing_reward_is_an_error_and_never_a_row(build, until) -> None:
     collector, _ = build(engine, reward=reward)
     collector.start(0, 0)
     with pytest.raises(RewardError, match=r"prompt row 2.*'\^c='") as first:
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     assert first.value.__cause__ is cause
     assert collector._buffer.ready() == ()
     assert occupied_by_finished_groups(collector), "every permit is back"
@@ -44,7 +44,7 @@ def test_a_failing_reward_is_an_error_and_never_a_row(build, until) -> None:
     assert {"draw0_g0", "draw1_g0", "draw3_g0"} <= held <= set(engine.cancelled)
     asked = len(engine.requests)
     with pytest.raises(RewardError) as second:
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     assert second.value is first.value
     collector.publish_version(1)
     assert len(engine.requests) == asked, "the pump has stopped"
@@ -57,7 +57,7 @@ def test_the_engines_error_arrives_as_it_is_though_enough_groups_are_ready(build
     collector.start(0, 0)
     until(lambda: collector._failure is not None)
     with pytest.raises(EngineError) as raised:
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     assert raised.value is error
     assert occupied_by_finished_groups(collector)
 
@@ -81,14 +81,14 @@ def test_an_answer_that_is_no_response_is_an_error(build, changes: dict, message
     collector, _ = build(Broken(length=3))
     collector.start(0, 0)
     with pytest.raises(EngineError, match=message):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
 
 
 def test_a_request_that_the_engine_cancels_is_not_lost_in_silence(build) -> None:
     collector, _ = build(FakeEngine(fails=lambda request: asyncio.CancelledError()))
     collector.start(0, 0)
     with pytest.raises(RolloutError, match="the engine cancelled request draw"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     assert occupied_by_finished_groups(collector)
 
 
@@ -96,7 +96,7 @@ def test_an_exit_inside_the_engine_does_not_end_the_event_loop(build) -> None:
     collector, _ = build(FakeEngine(fails=lambda request: SystemExit(3)))
     collector.start(0, 0)
     with pytest.raises(EngineError, match=r"the engine called exit\(3\) in request draw"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     assert threads() == ["rollout-collector"]
 
 
@@ -110,7 +110,7 @@ def test_whatever_ends_the_event_loop_is_reported(build, until) -> None:
 
     collector._thread.call(crash)
     with pytest.raises(RolloutError, match=r"the rollout thread stopped \(SystemExit: 7\)"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
     until(lambda: threads() == [])
     assert len(engine.cancelled) == 8
 
@@ -120,7 +120,7 @@ def test_nothing_finished_within_the_deadline(build) -> None:
     collector, _ = build(engine, timeout_s=0.15)
     collector.start(0, 0)
     with pytest.raises(RolloutError) as error:
-        collector.next_groups(0, 0, lambda: None, poll_s=0.05).groups
+        collector.next_groups(0, 0, lambda: None, poll_s=0.05)
     text = str(error.value)
     assert "no prompt group was finished for timeout_s=0.15; in flight: 2 [draw 1 (row 1, " in text
     assert "draw 3 (row 3" in text
@@ -139,7 +139,7 @@ def test_time_in_training_does_not_count_as_waiting(build, until) -> None:
     engine = FakeEngine(holds=lambda request: draw_of(request) >= 4)
     collector, _ = build(engine, timeout_s=0.7)
     collector.start(0, 0)
-    collector.next_groups(0, 0, lambda: None).groups
+    collector.next_groups(0, 0, lambda: None)
     time.sleep(0.8)
     collector.publish_version(1)
     threading.Timer(0.05, lambda: (until(lambda: len(engine.held) == 8), engine.let_go())).start()
@@ -153,7 +153,7 @@ def test_death_is_reported_by_the_requests_in_flight(build, until) -> None:
     until(lambda: len(engine.held) == 8)
     engine.die("CUDA error: out of memory")
     with pytest.raises(EngineDiedError, match="out of memory"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
 
 
 def test_death_is_noticed_by_the_health_check_when_requests_just_hang(build, until) -> None:
@@ -172,7 +172,7 @@ def test_death_is_noticed_by_the_health_check_when_requests_just_hang(build, unt
         engine.dead = len(engine.held) == 8
 
     with pytest.raises(EngineDiedError, match="no process"):
-        collector.next_groups(0, 0, poll, poll_s=0.01).groups
+        collector.next_groups(0, 0, poll, poll_s=0.01)
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
@@ -188,7 +188,7 @@ def test_what_the_poll_raises_propagates_and_nothing_is_lost(build, until, stop:
             raise stop(143)
 
     with pytest.raises(stop):
-        collector.next_groups(0, 0, poll, poll_s=0.01).groups
+        collector.next_groups(0, 0, poll, poll_s=0.01)
     until(lambda: len(engine.held) == 8)
     engine.let_go()
     assert len(collector.next_groups(0, 0, lambda: None).groups) == 4
@@ -213,7 +213,7 @@ def test_a_filter_that_keeps_no_row_fails_the_next_wait(build) -> None:
     collector, _ = build(keep=lambda row: False)
     collector.start(0, 0)
     with pytest.raises(DataError, match="handed out no prompt"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
 
 
 def test_a_reward_that_never_returns_meets_its_deadline(build) -> None:
@@ -223,7 +223,7 @@ def test_a_reward_that_never_returns_meets_its_deadline(build) -> None:
     collector, _ = build(reward=hangs, reward_timeout_s=0.05)
     collector.start(0, 0)
     with pytest.raises(RewardError, match=r"took longer than reward_timeout_s=0\.05"):
-        collector.next_groups(0, 0, lambda: None).groups
+        collector.next_groups(0, 0, lambda: None)
 
 
 def test_slots_of_tasks_that_never_started_are_freed(build) -> None:

@@ -110,4 +110,4 @@ def test_a_recorded_chunk_waits_for_all_its_groups_and_takes_no_other(build, unt
     assert len(polls) >= 3
     assert draws([collector.next_groups(0, 2, lambda: None).groups]) == [[0, 2]]
     with pytest.raises(DataError, match="recorded has no PPO step 1"):
-        collector.next_groups(1, 0, lambda: None).groups
+        collector.next_groups(1, 0, lambda: None)

@@ -148,9 +148,7 @@ def test_the_deadline_names_what_holds_the_drain_up(build, until) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_reward_does_not_hold_the_drain_up_and_its_retry_waits_for_the_new_weights(
-    build, until, fails: bool
-) -> None:
+def test_a_reward_does_not_hold_the_drain_up_and_its_retry_waits_for_the_new_weights(build, until, fails: bool) -> None:
     reward = Gate("e")
     engine = FakeEngine(length=4)
     collector, _ = build(engine, reward=reward, **DRAINED)
