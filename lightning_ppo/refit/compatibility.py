@@ -38,6 +38,22 @@ def expected_policy(config_json: str, dtype: str, max_context_tokens: int) -> di
     }
 
 
+def check_scheduling(scheduling_policy: str) -> None:
+    """Check that a server lets the proof of a refit go before all responses that wait.
+
+    Args:
+        scheduling_policy: In what order the server takes requests, by vLLM's name.
+
+    Raises:
+        EngineError: in the order in which they come.
+    """
+    if scheduling_policy != "priority":
+        raise EngineError(
+            f"scheduling_policy={scheduling_policy} makes the proof of every refit wait for all responses asked for"
+            " before; start vLLM with --scheduling-policy priority"
+        )
+
+
 def check_policy(expected: dict[str, Any], hf_config: Any, model_config: Any) -> None:
     """Compare with what this server serves.
 

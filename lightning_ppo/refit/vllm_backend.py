@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.compatibility import EXPECTED, check_policy
+from lightning_ppo.refit.compatibility import EXPECTED, check_policy, check_scheduling
 from lightning_ppo.refit.completeness import check_complete, tied_names
 from lightning_ppo.refit.incoming import Incoming
 
@@ -93,6 +93,7 @@ def make_backend() -> type:
             if EXPECTED in init_info.message:
                 model = self.vllm_config.model_config
                 check_policy(init_info.message[EXPECTED], model.hf_text_config, model)
+                check_scheduling(str(self.vllm_config.scheduler_config.policy))
             else:
                 self._incoming.connect(init_info.message)
 

@@ -8,13 +8,13 @@ from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.file_transport import FileTransport
 from lightning_ppo.refit.group_transport import GroupTransport
 from lightning_ppo.refit.shared_memory_transport import SharedMemoryTransport
-from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.server_arguments import ServerCommand, write_model_folder
 from lightning_ppo.rollout.vllm.transports import choose_transport, make_transport
 
 
 def command(tmp_path, can_sleep=False, **settings):
-    return ServerCommand(VLLMConfig(**settings), tmp_path, 128, can_sleep)
+    return ServerCommand(VLLMConfig(**settings), tmp_path, "{}", 128, can_sleep)
 
 
 def option(arguments, name):
@@ -28,6 +28,7 @@ def test_on_a_cpu(tmp_path):
     assert option(arguments, "--max-model-len") == "128"
     assert option(arguments, "--kv-cache-memory-bytes") == str(256 * 2**20)
     assert json.loads(option(arguments, "--weight-transfer-config")) == {"backend": "lightning_ppo"}
+    assert option(arguments, "--scheduling-policy") == "priority", "a probe must not wait behind all responses"
     assert "--enforce-eager" in arguments
     assert "--gpu-memory-utilization" not in arguments
     assert "--tensor-parallel-size" not in arguments
@@ -71,23 +72,28 @@ def test_the_model_folder_holds_the_config_alone(tmp_path, make_spec):
         write_model_folder(tmp_path / "other", "{}")
 
 
+def test_a_host_that_does_not_share_the_folder_gets_its_own(tmp_path, make_spec):
+    ours = ServerCommand(VLLMConfig(device="cpu"), tmp_path / "model", make_spec().config_json, 128)
+    ours(0, "127.0.0.1", 8000)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"] == 90
+
+
 @pytest.mark.parametrize(
-    ("settings", "kind"),
+    ("settings", "is_here", "kind"),
     [
-        ({}, "shared_memory"),
-        ({"placement": "ray"}, "shared_memory"),
-        ({"placement": "ray", "ray": RayConfig(address="auto")}, "gloo"),
-        ({"placement": "ray", "device": "cuda"}, "nccl"),
-        ({"placement": "ray", "transfer_folder": "/shared"}, "file"),
-        ({"urls": ("http://a:1",)}, "gloo"),
-        ({"urls": ("http://a:1",), "transfer_folder": "/shared"}, "file"),
-        ({"urls": ("http://a:1",), "transport": "shared_memory"}, "shared_memory"),
-        ({"transport": "nccl"}, "nccl"),
+        ({}, True, "shared_memory"),
+        ({"placement": "ray"}, True, "shared_memory"),
+        ({"placement": "ray"}, False, "gloo"),
+        ({"placement": "ray", "device": "cuda"}, False, "nccl"),
+        ({"placement": "ray", "transfer_folder": "/shared"}, False, "file"),
+        ({"urls": ("http://a:1",)}, False, "gloo"),
+        ({"urls": ("http://a:1",), "transfer_folder": "/shared"}, False, "file"),
+        ({"urls": ("http://a:1",), "transport": "shared_memory"}, False, "shared_memory"),
+        ({"transport": "nccl"}, True, "nccl"),
     ],
 )
-def test_auto_transport(settings, kind):
+def test_auto_transport(settings, is_here, kind):
     config = VLLMConfig(**{"device": "cpu", **settings})
-    is_here = not config.urls and config.placement == "subprocess"
     assert choose_transport(config, is_here=is_here) == kind
     classes = {"shared_memory": SharedMemoryTransport, "file": FileTransport, "gloo": GroupTransport}
     if kind in classes:

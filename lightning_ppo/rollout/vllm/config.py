@@ -75,7 +75,7 @@ class VLLMConfig:
             host, `gloo` and `nccl` (GPUs) through a process group, `file` through a folder that all hosts share. `auto`
             is shared memory for our servers on this machine and file, gloo or nccl elsewhere.
         transfer_folder: Shared folder of the `file` transport.
-        bucket_bytes: Weights travel in pieces of about this size.
+        bucket_bytes: Weights travel in pieces of at most about this size.
         group_host: Address of this machine for `gloo` and `nccl`, as the servers see it; `auto` finds it out.
         start_timeout_s: Deadline for a server to come up.
         update_timeout_s: Deadline for a server to confirm new weights.

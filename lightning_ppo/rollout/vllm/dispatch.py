@@ -63,7 +63,9 @@ class Dispatcher:
             EngineError: as `generate`.
         """
         members = self._fleet.serving()
-        answers = await asyncio.gather(*(self._ask(member, request) for member in members), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(self._ask(member, request, is_urgent=True) for member in members), return_exceptions=True
+        )
         found: dict[str, Generation] = {}
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, ServerFailedError):
@@ -76,12 +78,12 @@ class Dispatcher:
         if not found:
             member = await self._fleet.pick()
             try:
-                found[member.name] = await self._ask(member, request)
+                found[member.name] = await self._ask(member, request, is_urgent=True)
             finally:
                 self._fleet.release(member)
         return found
 
-    async def _ask(self, member: Member[Control], request: GenerationRequest) -> Generation:
+    async def _ask(self, member: Member[Control], request: GenerationRequest, *, is_urgent: bool = False) -> Generation:
         # vLLM refuses a name that is in use, and the request may still run where it was sent first
         attempt_id = f"{request.request_id}-{secrets.token_hex(4)}"
-        return await self._client.generate(str(member), member.url, request, attempt_id)
+        return await self._client.generate(str(member), member.url, request, attempt_id, is_urgent=is_urgent)

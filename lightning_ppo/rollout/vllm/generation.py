@@ -39,7 +39,9 @@ class GenerationClient:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
-    async def generate(self, server: str, url: str, request: GenerationRequest, attempt_id: str) -> Generation:
+    async def generate(
+        self, server: str, url: str, request: GenerationRequest, attempt_id: str, *, is_urgent: bool = False
+    ) -> Generation:
         """Ask one server for one response.
 
         Args:
@@ -47,6 +49,7 @@ class GenerationClient:
             url: Its address.
             request: What to sample.
             attempt_id: Name of this attempt, unlike that of any other request on this server.
+            is_urgent: Whether it goes before all others that wait there; see `request_body`.
 
         Raises:
             EngineError: the request itself is refused; no server would take it.
@@ -56,7 +59,7 @@ class GenerationClient:
         try:
             async with self._session().post(
                 f"{url}{_PATH}",
-                json=request_body(request, attempt_id),
+                json=request_body(request, attempt_id, is_urgent=is_urgent),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=_CONNECT_S),
             ) as response:
@@ -101,11 +104,15 @@ class GenerationClient:
         return session
 
 
-def request_body(request: GenerationRequest, attempt_id: str) -> dict[str, Any]:
-    """Build the request as vLLM reads it. Everything that shapes the distribution is named: servers have defaults."""
+def request_body(request: GenerationRequest, attempt_id: str, *, is_urgent: bool = False) -> dict[str, Any]:
+    """Build the request as vLLM reads it. Everything that shapes the distribution is named: servers have defaults.
+
+    An urgent request is the next to run; none that runs is stopped for it.
+    """
     sampling = request.sampling
     return {
         "request_id": attempt_id,
+        "priority": -1 if is_urgent else 0,
         "token_ids": list(request.prompt_ids),
         "stream": False,
         "sampling_params": {

@@ -97,6 +97,8 @@ class ServerCommand:
             *("--max-model-len", str(self.max_context_tokens), "--max-num-seqs", str(config.max_num_seqs)),
             # no checkpoint and no tokenizer: the first weights come through the same door as all others
             *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm"),
+            # so that the proof of a refit does not wait behind all responses that were asked for before
+            *("--scheduling-policy", "priority"),
             *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
             *("--weight-transfer-config", json.dumps({"backend": _BACKEND})),
         ]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.compatibility import check_policy, expected_policy
+from lightning_ppo.refit.compatibility import check_policy, check_scheduling, expected_policy
 from lightning_ppo.refit.completeness import check_complete, tied_names
 from lightning_ppo.refit.cuda_handles import decode_handle, encode_handle
 from lightning_ppo.refit.vllm_backend import VLLMInternals, make_backend, register
@@ -106,6 +106,14 @@ def test_servers_that_do_not_fit(changes, reason):
 
 
 FIELDS = (0, b"handle", 1024, 256, b"counter", 3, b"event", True)
+
+
+def test_a_server_that_answers_probes_in_turn_is_refused():
+    check_scheduling("priority")
+    with pytest.raises(
+        EngineError, match=r"^scheduling_policy=fcfs [^\n]*; start vLLM with --scheduling-policy priority$"
+    ):
+        check_scheduling("fcfs")
 
 
 def test_handles_travel_as_plain_values():
