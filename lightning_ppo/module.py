@@ -203,8 +203,8 @@ class PPOModule(L.LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        if self._step is not None and self._running_centre is None and self.trainer.global_step > 0:
-            self._running_centre = self._step.normalizer.state_dict()
+        if self._step is not None and self._running_centre is None:
+            self._running_centre = self._step.carried_over(self.trainer.global_step)
         self._step = make_ppo_step(self)
         self._stop_after_step = False
         if self._running_centre is not None:

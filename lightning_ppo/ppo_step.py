@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +11,7 @@ from lightning_ppo.batch import Chunk, StepBatch
 from lightning_ppo.callbacks.critic_epochs import CriticEpochs, shuffled_minibatches
 from lightning_ppo.callbacks.critic_warmup import CriticWarmup
 from lightning_ppo.callbacks.refit import WeightRefit
-from lightning_ppo.errors import StepError
+from lightning_ppo.errors import CheckpointError, StepError
 from lightning_ppo.hooks import (
     BeforePolicyStep,
     ChunkEnd,
@@ -21,6 +21,7 @@ from lightning_ppo.hooks import (
     RolloutBatchComplete,
     call_hooks,
 )
+from lightning_ppo.step_metrics import critic_metrics, policy_metrics
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.timing import PhaseTimer
 from lightning_ppo.updates.advantage_stage import AdvantageStage
@@ -48,6 +49,8 @@ class PPOStep:
     timer: PhaseTimer
     state: StepState | None = None
     _started_s: float = 0.0
+    _half_done: int | None = None
+    """The PPO step in which an optimizer has stepped while the rest of it is not done."""
 
     def train_chunk(self, chunk: Chunk) -> dict[str, float] | None:
         """Accumulate one chunk; on the closing chunk complete the step.
@@ -97,6 +100,23 @@ class PPOStep:
         # the next chunk needs the critic first; loading it overlaps the wait
         self.strategy.residency.acquire("critic")
         return None
+
+    def note_update(self) -> None:
+        """Remember that a model has changed: from here on the step must be completed."""
+        self._half_done = None if self.state is None else self.state.ppo_step
+
+    def carried_over(self, completed_steps: int) -> dict[str, Any] | None:
+        """Return what another `fit` without a checkpoint goes on with: the state of the advantage normaliser.
+
+        Raises:
+            CheckpointError: a step failed after an update, so that its rollouts would train a model twice.
+        """
+        if self._half_done is not None:
+            raise CheckpointError(
+                f"PPO step {self._half_done} failed after an update: the models are those of half a step; "
+                "resume with ckpt_path=... from the last checkpoint"
+            )
+        return self.normalizer.state_dict() if completed_steps > 0 else None
 
     def abort(self) -> None:
         """Leave the last boundary as the resume point; safe at any time."""
@@ -205,12 +225,13 @@ class PPOStep:
         module.critic.completed_steps.fill_(completed)
         self.state = None
         self.strategy.complete_step()
+        self._half_done = None
         metrics = totals.metrics() | {
             "advantage/mean": advantages.mean,
             "advantage/std": advantages.variance**0.5,
             "step/chunks": float(batch.num_chunks),
-            **_policy_metrics(policy_stats),
-            **_critic_metrics(critic_stats),
+            **policy_metrics(policy_stats),
+            **critic_metrics(critic_stats),
             **module.learning_rates(),
             **self._times(totals),
             "time/generation_s": state.generation_s,
@@ -241,14 +262,16 @@ def make_ppo_step(module: "PPOModule") -> PPOStep:
     def step_policy() -> None:
         call_hooks(module.trainer, BeforePolicyStep(module.optimizer("policy")))
         strategy.step_optimizer(module.optimizer("policy"))
+        step.note_update()
 
     def step_critic() -> None:
         strategy.step_optimizer(module.optimizer("critic"))
+        step.note_update()
 
     def shared(model: nn.Module) -> tuple[Any, ...]:
         return strategy.accumulator(model.parameters()), ppo, ranks, residency, module.manual_backward
 
-    return PPOStep(
+    step = PPOStep(
         module=module,
         strategy=strategy,
         stage=AdvantageStage(module.policy, module.critic, module.reference, ppo, residency, timer),
@@ -257,28 +280,4 @@ def make_ppo_step(module: "PPOModule") -> PPOStep:
         critic_update=CriticUpdate(module.critic, *shared(module.critic), step_critic),
         timer=timer,
     )
-
-
-def _policy_metrics(stats: tuple[PolicyStats, ...]) -> dict[str, float]:
-    if not stats:
-        return {}
-    metrics = {}
-    for name in asdict(stats[0]):
-        if name.startswith("sampler_mismatch") or name == "token_mult_prob_error":
-            # that of the first update: later ones compare with an older sampler by design
-            metrics[f"rollout/{name}"] = float(getattr(stats[0], name))
-        elif name.endswith("_max"):
-            metrics[f"policy/{name}"] = max(float(getattr(entry, name)) for entry in stats)
-        else:
-            metrics[f"policy/{name}"] = sum(float(getattr(entry, name)) for entry in stats) / len(stats)
-    return metrics
-
-
-def _critic_metrics(epochs: tuple[tuple[CriticStats, ...], ...]) -> dict[str, float]:
-    if not epochs or not epochs[0]:
-        return {}
-    metrics = {}
-    for suffix, stats in (("", epochs[0]), ("_last_epoch", epochs[-1])):
-        for name in ("loss", "grad_norm", "clip_fraction"):
-            metrics[f"critic/{name}{suffix}"] = sum(float(getattr(entry, name)) for entry in stats) / len(stats)
-    return metrics
+    return step

@@ -182,5 +182,7 @@ def leaves(path: Path) -> dict:
             return {k: v for i, item in enumerate(value) for k, v in walk(item, f"{place}/{i}").items()}
         return {place: value}
 
+    # where a run's files are, and which rollouts happen to be finished already, is no part of its training
+    ignored = ("/loops/", "/callbacks/", "/lightning_ppo/prompts/rollouts/", "/lightning_ppo/prompts/journal")
     saved = torch.load(path, weights_only=True)
-    return {k: v for k, v in walk(saved, "").items() if not k.startswith(("/loops/", "/callbacks/"))}
+    return {k: v for k, v in walk(saved, "").items() if not k.startswith(ignored)}

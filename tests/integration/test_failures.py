@@ -8,7 +8,15 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_ppo as ppo
-from lightning_ppo.errors import DataError, EngineDiedError, EngineError, RewardError, RolloutError, StepError
+from lightning_ppo.errors import (
+    CheckpointError,
+    DataError,
+    EngineDiedError,
+    EngineError,
+    RewardError,
+    RolloutError,
+    StepError,
+)
 from lightning_ppo.testing import FakeEngine
 
 HOOKS = (
@@ -395,6 +403,9 @@ def test_failing_critic_after_the_refit_moves_no_counter(make_run):
     assert int(run.module.policy.completed_steps) == int(run.module.critic.completed_steps) == 1
     assert states[0]["stream"]["cursor"] == 4
     assert_closed(run)
+    # the policy has stepped on these rows; another pass over them would not be the same step
+    with pytest.raises(CheckpointError, match=r"^PPO step 1 failed after an update[^\n]*; resume with ckpt_path="):
+        run.fit()
 
 
 # ---------------------------------------------------------------- prompts
