@@ -17,7 +17,9 @@ from lightning_ppo.rollout.vllm import guard
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 HOLDER = """
-import os, sys, time
+import os, signal, sys, time
+# a test run in the background was told to ignore it, and hands that on
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from lightning_ppo.rollout.vllm.port import ReservedPort
 from lightning_ppo.rollout.vllm.process import ServerProcess
 port = ReservedPort("127.0.0.1")
