@@ -32,8 +32,7 @@ class WeightRefit(PPOCallback):
         call_hooks(trainer, BeforeRefit(policy_version, weights_changed))
         start = time.perf_counter()
         weights = pl_module.export_policy() if weights_changed else ()
-        pl_module.rollouts.refit(weights, policy_version)
-        self.verify(pl_module, policy_version)
+        pl_module.rollouts.refit(weights, policy_version, lambda: self.verify(pl_module, policy_version))
         call_hooks(trainer, RefitEnd(policy_version, time.perf_counter() - start))
 
     def verify(self, pl_module: "PPOModule", policy_version: int) -> float:

@@ -161,8 +161,7 @@ class RolloutDataModule(L.LightningDataModule):
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
         if self._generators is not None:
-            position = self._generators.close()
-            if position:
+            if position := self._generators.close():
                 self._position, self._position_of = position, self.trainer
         self._generators = self._ray = None
         self._engine_is_up = False
@@ -172,12 +171,14 @@ class RolloutDataModule(L.LightningDataModule):
 
     # ------------------------------------------------------------------ what the PPO step asks for; collectives
 
-    def refit(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Make the engine serve new weights (none: just the number), then let rollouts of that version start.
-
-        Without `in_flight_weight_updates`, responses in flight are finished first.
-        """
-        self._relay().run(lambda poll: self._rank_zero().refit(poll, weights, policy_version))
+    def refit(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, prove: Callable[[], object] = lambda: None
+    ) -> None:
+        """Make the engine serve new weights (none: just the number), have that proved, then let rollouts start."""
+        self._relay().run(lambda poll: self._rank_zero().refit(poll, weights, version))
+        prove()
+        if self._generators is not None:
+            self._generators.publish(version)
 
     @property
     def refit_tolerance(self) -> float | None:
@@ -268,7 +269,6 @@ class RolloutDataModule(L.LightningDataModule):
             self._position = position
 
     def _next_share(self, ppo_step: int, consumed: int) -> Share:
-        """Wait for a chunk on rank 0 and deal it out. A collective."""
         trainer = self._trainer()
 
         def work(poll: Callable[[], None]) -> list[Share]:

@@ -82,10 +82,13 @@ class Generators:
         self._schedule.start(ppo_step)
 
     def refit(self, poll: Poll, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
-        """Have the engine serve new weights (none: just the number), then let rollouts of that version start."""
+        """Have the engine serve new weights (none: just the number); `publish` lets rollouts of that version start."""
         if not self._config.in_flight_weight_updates or self._config.replay_schedule is not None:
             self.collector.drain(poll)
         self._send(weights, policy_version)
+
+    def publish(self, policy_version: int) -> None:
+        """Let rollouts of this version start; what was asked of the engine before it has not waited behind them."""
         self.collector.publish_version(policy_version)
 
     def probe(self, poll: Poll, policy_version: int) -> dict[str, Trajectory]:
@@ -94,7 +97,7 @@ class Generators:
         return probe_rows(request, self.collector.jobs.probe(request, self._config.timeout_s, poll))
 
     def sleep(self, poll: Poll) -> None:
-        """Take the engine off the training device; nothing is generated until the next `refit`."""
+        """Take the engine off the training device; nothing is generated until the next `publish`."""
         self.collector.drain(poll)
         self._engine.sleep()
 
