@@ -160,9 +160,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
-        if self._generators is not None:
-            if position := self._generators.close():
-                self._position, self._position_of = position, self.trainer
+        if self._generators is not None and (position := self._generators.close()):
+            self._position, self._position_of = position, self.trainer
         self._generators = self._ray = None
         self._engine_is_up = False
         if self._process is not None:
