@@ -35,6 +35,21 @@ QUICK = {
 }
 
 
+OTHERS: set[threading.Thread] = set()
+"""Threads from before a test: the session's shared engine has some of the same names."""
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
+def keepers():
+    """Names of the fleet's threads that this test has started."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-") and thread not in OTHERS]
+
+
 def wait_for(condition, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not (result := condition()):
@@ -214,7 +229,7 @@ def test_close_leaves_nothing_and_may_be_repeated(make_world):
         world.pick()
     with pytest.raises(EngineDiedError, match="are closed"):
         world.fleet.check_health()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-")]
+    assert not keepers()
 
 
 def test_a_server_that_ends_on_the_way_fails_the_start_with_its_cause(make_world, tmp_path):
@@ -231,7 +246,7 @@ def test_a_server_that_ends_on_the_way_fails_the_start_with_its_cause(make_world
     )
     assert world.launched.count(1) == 1
     assert world.fleet.restarts == 0
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-")]
+    assert not keepers()
 
 
 def test_a_server_that_never_answers_fails_the_start(make_world):
@@ -272,7 +287,7 @@ def test_an_interrupted_start_closes_everything(make_world):
     world.words = {1: [["slow=1"]]}
     with contextlib.suppress(ConnectionError), pytest.raises(KeyboardInterrupt):
         world.fleet.start(interrupt)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-")]
+    assert not keepers()
     assert all(is_gone(pid) for pid in seen)
 
 
@@ -619,7 +634,7 @@ def test_close_during_a_restart(make_world):
     wait_for(lambda: world.launched.count(0) == 2 and world.launched.count(1) == 2)
     threading.Timer(0.5, world.push_gate.set).start()
     world.fleet.close()
-    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("vllm-")])
+    wait_for(lambda: not keepers())
 
 
 # ---------------------------------------------------------------------- servers that are not ours

@@ -125,6 +125,7 @@ def test_the_request_names_all_that_shapes_the_distribution(fake_server):
     assert path == "/inference/v1/generate"
     assert body == {
         "request_id": "attempt",
+        "priority": 0,
         "token_ids": [5, 6, 7],
         "stream": False,
         "sampling_params": {

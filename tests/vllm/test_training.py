@@ -58,13 +58,26 @@ class Watch(ppo.PPOCallback):
         self.metrics.append(payload.metrics)
 
 
+OTHERS: set[int] = set()
+"""Processes from before a test: the session's shared server is one of them."""
+
+
+@pytest.fixture(autouse=True)
+def _others():
+    OTHERS.clear()
+    OTHERS.update(child.pid for child in psutil.Process().children(recursive=True))
+
+
 def family():
-    """Every process below this one that has to do with vLLM or Ray."""
+    """Every process below this one that has to do with vLLM or Ray, and was started by this test."""
     names = ("vllm", "ray::", "raylet", "gcs_server")
     return [
-        child for child in psutil.Process().children(recursive=True)
-        if child.status() != psutil.STATUS_ZOMBIE and any(name in " ".join(child.cmdline()) for name in names)
-    ]  # fmt: skip
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in OTHERS
+        and child.status() != psutil.STATUS_ZOMBIE
+        and any(name in " ".join(child.cmdline()) for name in names)
+    ]
 
 
 @pytest.mark.slow
