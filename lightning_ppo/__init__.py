@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from lightning_ppo.rollout.datamodule import RolloutDataModule
     from lightning_ppo.rollout.failure_config import FailureConfig
     from lightning_ppo.rollout.local.config import LocalEngineConfig
-    from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+    from lightning_ppo.rollout.ray.config import RayConfig
+    from lightning_ppo.rollout.vllm.config import VLLMConfig
     from lightning_ppo.strategy import StreamingPPOStrategy
 
 __version__ = "0.1.0"
@@ -47,7 +48,7 @@ _HOME = {
     "RunLog": "lightning_ppo.callbacks",
     "SampleTable": "lightning_ppo.callbacks",
     "StepCheckpoint": "lightning_ppo.callbacks",
-    "RayConfig": "lightning_ppo.rollout.vllm.config",
+    "RayConfig": "lightning_ppo.rollout.ray.config",
     "StreamingPPOStrategy": "lightning_ppo.strategy",
     "VLLMConfig": "lightning_ppo.rollout.vllm.config",
     "WeightRefit": "lightning_ppo.callbacks",

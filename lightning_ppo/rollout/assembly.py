@@ -13,6 +13,7 @@ from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.local import LocalEngine
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.recorded_run import RecordedRun
 from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.run_header import RunHeader
@@ -21,7 +22,7 @@ from lightning_ppo.rollout.schedule_log import ScheduleLog
 from lightning_ppo.rollout.snapshot import JOURNAL, rollout_fingerprint
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
-from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.validation import check_choice, require
 
 if TYPE_CHECKING:

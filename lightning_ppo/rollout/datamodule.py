@@ -23,9 +23,10 @@ from lightning_ppo.rollout.generators import Generators
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.trainer_process import TrainerProcess
-from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.validation import reject, require
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.runtime import RayRuntime
-from lightning_ppo.rollout.vllm.config import RayConfig
 
 
 @pytest.fixture(scope="session")

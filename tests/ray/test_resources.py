@@ -1,8 +1,8 @@
 import pytest
 
 from lightning_ppo.errors import ConfigError
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.resources import check_fits, count_fitting, cpus_needed, describe, server_resources
-from lightning_ppo.rollout.vllm.config import RayConfig
 
 NODES = [{"CPU": 4.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 1.0}]
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from lightning_ppo.errors import ConfigError, EngineError
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.runtime import RayRuntime
-from lightning_ppo.rollout.vllm.config import RayConfig
 
 
 def test_the_local_ray_listens_on_the_loopback_only(runtime):
@@ -102,7 +102,7 @@ def test_what_takes_connections_but_is_no_ray():
 import os, socket
 from lightning_ppo.errors import EngineError
 from lightning_ppo.rollout.ray.runtime import RayRuntime
-from lightning_ppo.rollout.vllm.config import RayConfig
+from lightning_ppo.rollout.ray.config import RayConfig
 
 line = socket.create_server(("127.0.0.1", 0))
 try:
@@ -125,7 +125,7 @@ import asyncio, sys
 import ray
 from lightning_ppo.rollout.ray.rewards import RemoteReward
 from lightning_ppo.rollout.ray.runtime import RayRuntime
-from lightning_ppo.rollout.vllm.config import RayConfig
+from lightning_ppo.rollout.ray.config import RayConfig
 
 runtime = RayRuntime(RayConfig(address=sys.argv[1]))
 runtime.start()
@@ -144,7 +144,7 @@ START_AND_STOP = """
 import os, signal, sys, threading
 import psutil
 from lightning_ppo.rollout.ray.runtime import RayRuntime
-from lightning_ppo.rollout.vllm.config import RayConfig
+from lightning_ppo.rollout.ray.config import RayConfig
 
 before = dict(os.environ)
 handler = signal.getsignal(signal.SIGTERM)
@@ -188,7 +188,8 @@ import psutil
 from lightning_ppo.rollout.ray.rewards import RemoteReward
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.ray.servers import RayLauncher
-from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+from lightning_ppo.rollout.ray.config import RayConfig
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 
 runtime = RayRuntime(RayConfig())
 runtime.start()

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.ray.servers import RayLauncher
-from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 
 SERVER = """
 import http.server, json, os, signal, subprocess, sys
@@ -290,7 +291,8 @@ from pathlib import Path
 import ray
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.ray.servers import RayLauncher
-from lightning_ppo.rollout.vllm.config import RayConfig, VLLMConfig
+from lightning_ppo.rollout.ray.config import RayConfig
+from lightning_ppo.rollout.vllm.config import VLLMConfig
 
 folder = Path(sys.argv[1])
 os.environ["RAY_AUTH_TOKEN"] = "0" * 64

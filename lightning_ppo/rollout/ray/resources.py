@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from lightning_ppo.rollout.vllm.config import RayConfig
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.validation import reject
 
 Resources = Mapping[str, float]

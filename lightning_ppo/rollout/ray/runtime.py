@@ -12,8 +12,8 @@ import threading
 from typing import Any
 
 from lightning_ppo.errors import ConfigError, EngineError
+from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.resources import Resources, describe
-from lightning_ppo.rollout.vllm.config import RayConfig
 from lightning_ppo.validation import reject
 
 LOCAL_HOST = "127.0.0.1"

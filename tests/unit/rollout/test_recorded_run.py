@@ -235,9 +235,9 @@ def test_the_first_group_that_differs_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_checksum_sees_the_smallest_change(dtype: torch.dtype) -> None:
+def test_the_checksum_sees_the_smallest_change(dtype: torch.dtype, tmp_path: Path) -> None:
     def checksum(*tensors: torch.Tensor) -> int | None:
-        log = ScheduleLog(None, header())
+        log = ScheduleLog(tmp_path / "schedule.jsonl", header())
         watched = list(log.watch((str(index), tensor) for index, tensor in enumerate(tensors)))
         assert all(seen is tensor for (_, seen), tensor in zip(watched, tensors, strict=True))
         return log._weights
@@ -247,6 +247,12 @@ def test_the_checksum_sees_the_smallest_change(dtype: torch.dtype) -> None:
     other[1, 2] = torch.nextafter(other[1, 2], torch.tensor(2.0, dtype=dtype))
     assert checksum(ones, ones.t()) == checksum(ones, ones.clone().t()) != checksum(ones, other)
     assert checksum() is None
+
+
+def test_without_a_schedule_nobody_pays_for_a_checksum() -> None:
+    log, weights = ScheduleLog(None, header()), [("a", torch.ones(2))]
+    assert list(log.watch(weights)) == weights
+    assert log._weights is None
 
 
 def test_a_version_without_new_weights_keeps_the_checksum(tmp_path: Path) -> None:
