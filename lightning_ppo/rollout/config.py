@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.rollout.failure_config import FailureConfig
+from lightning_ppo.rollout.windows import check_window
 from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
 
 SAMPLERS = ("in_order", "ready_first", "windowed", "weight_fifo")
@@ -144,21 +145,7 @@ class RolloutConfig:
                 f"is not read by sampler={self.sampler}",
                 "set sampler=windowed",
             )
-        check_count("max_lookahead_versions", self.max_lookahead_versions, 0)
-        check_count("max_trajectory_age_steps", self.max_trajectory_age_steps, 0)
-        require(
-            self.max_lookahead_versions <= self.max_trajectory_age_steps,
-            "max_lookahead_versions",
-            self.max_lookahead_versions,
-            f"is above max_trajectory_age_steps={self.max_trajectory_age_steps}: rollouts would be too old",
-            "set max_trajectory_age_steps as high",
-        )
-        lead = self.warmup_generation_lead_steps
-        if lead is not None:
-            check_count("warmup_generation_lead_steps", lead, 0)
-            floor = self.max_trajectory_age_steps
-            why = f"is below max_trajectory_age_steps={floor}"
-            require(lead >= floor, "warmup_generation_lead_steps", lead, why, f"set >= {floor}, or None")
+        check_window(self.max_lookahead_versions, self.max_trajectory_age_steps, self.warmup_generation_lead_steps)
         if self.max_buffered_rollouts is not None:
             # a lead in critic warm-up may need more, which the sampler tells: it knows how long warm-up is
             need = self.num_prompts_per_step * (self.max_lookahead_versions + 1)

@@ -1,9 +1,29 @@
 """How far generation may run ahead of training, and how old a rollout may get; pure arithmetic on versions."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.validation import check_count, require
+
+if TYPE_CHECKING:
+    from lightning_ppo.rollout.config import RolloutConfig
+
+
+def check_window(lookahead: int, max_age: int, warmup_lead: int | None) -> None:
+    """Check what holds whether or not there is a critic warm-up; arguments as in `VersionWindow`.
+
+    Raises:
+        ConfigError: a number is negative, the lookahead is above the age, or the warm-up lead is below the age.
+    """
+    check_count("max_lookahead_versions", lookahead, 0)
+    check_count("max_trajectory_age_steps", max_age, 0)
+    age = f"max_trajectory_age_steps={max_age}"
+    why = f"is above {age}: rollouts would be too old"
+    require(lookahead <= max_age, "max_lookahead_versions", lookahead, why, "set max_trajectory_age_steps as high")
+    if warmup_lead is not None:
+        check_count("warmup_generation_lead_steps", warmup_lead, 0)
+        floor = f"set >= {max_age}, or None"
+        require(warmup_lead >= max_age, "warmup_generation_lead_steps", warmup_lead, f"is below {age}", floor)
 
 
 @dataclass(frozen=True)
@@ -32,28 +52,14 @@ class VersionWindow:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
-        check_count("max_lookahead_versions", self.lookahead, 0)
-        check_count("max_trajectory_age_steps", self.max_age, 0)
+        check_window(self.lookahead, self.max_age, self.warmup_lead)
         check_count("critic_warmup_steps", self.warmup_steps, 0)
-        age = f"max_trajectory_age_steps={self.max_age}"
-        require(
-            self.lookahead <= self.max_age,
-            "max_lookahead_versions",
-            self.lookahead,
-            f"is above {age}: rollouts would be too old",
-            "set max_trajectory_age_steps as high",
-        )
-        lead = self.warmup_lead
-        if lead is not None:
-            check_count("warmup_generation_lead_steps", lead, 0)
-            more = f"set >= {self.max_age}, or None"
-            require(lead >= self.max_age, "warmup_generation_lead_steps", lead, f"is below {age}", more)
-            why = "has no effect without critic warm-up"
-            more = "set critic_warmup_steps > 0, or None"
-            require(self.warmup_steps > 0, "warmup_generation_lead_steps", lead, why, more)
+        if self.warmup_lead is not None:
+            why, more = "has no effect without critic warm-up", "set critic_warmup_steps > 0, or None"
+            require(self.warmup_steps > 0, "warmup_generation_lead_steps", self.warmup_lead, why, more)
 
     @classmethod
-    def of(cls, config: RolloutConfig, warmup_steps: int) -> "VersionWindow":
+    def of(cls, config: "RolloutConfig", warmup_steps: int) -> "VersionWindow":
         """Build the window of a run.
 
         Args:
