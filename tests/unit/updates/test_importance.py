@@ -8,7 +8,7 @@ import torch
 
 from lightning_ppo.errors import StepError
 from lightning_ppo.models.micro_batch import collate
-from lightning_ppo.ppo_step import _policy_metrics
+from lightning_ppo.step_metrics import policy_metrics
 
 GAPS = {
     "s0": [0.1, -0.3],
@@ -200,7 +200,7 @@ def test_names_in_the_logs(kit):
     policy = kit.tiny_policy()
     rig = kit.Rig(policy, kit.config(importance_correction="token"))
     first, second = rig.step([_rows(kit, policy)[2:]]), rig.step([_rows(kit, policy)[:2]])
-    metrics = _policy_metrics((first, second))
+    metrics = policy_metrics((first, second))
     assert metrics["rollout/token_mult_prob_error"] == first.token_mult_prob_error
     assert metrics["rollout/sampler_mismatch_max"] == first.sampler_mismatch_max
     assert metrics["policy/importance_weight_raw_max"] == second.importance_weight_raw_max
@@ -208,4 +208,4 @@ def test_names_in_the_logs(kit):
     assert metrics["policy/importance_weight_raw_mean"] == mean
     assert {"policy/importance_weight_mean", "policy/importance_masked_fraction"} <= metrics.keys()
     assert "policy/out_of_bounds_fraction" in metrics
-    assert _policy_metrics(()) == {}
+    assert policy_metrics(()) == {}
