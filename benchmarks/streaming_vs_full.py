@@ -44,7 +44,7 @@ SKIP = 3
 TRAINER_CORE, SERVER_CORE = 0, 1
 DEFAULTS: dict[str, dict[str, int]] = {
     "local": {"groups": 32, "minimum": 4, "slots": 4, "max_tokens": 48, "layers": 2},
-    "vllm": {"groups": 32, "minimum": 4, "slots": 16, "max_tokens": 192, "layers": 6},
+    "vllm": {"groups": 32, "minimum": 4, "slots": 32, "max_tokens": 192, "layers": 10},
 }
 """By engine. vLLM's steps take milliseconds however little they compute: more layers let training weigh as much."""
 

@@ -58,7 +58,9 @@ class PPOConfig:
         value_clip_eps: Clip range of the value loss around the old values; None switches it off.
         value_loss_scale: Factor on the value loss.
         max_critic_grad_norm: Clip the critic's global gradient norm at this; None leaves it.
-        micro_batch_tokens: Most padded tokens in one forward; rows are sorted by length to fill it.
+        micro_batch_tokens: Most padded tokens in one forward.
+        micro_batch_overhead_tokens: What a forward costs whatever its size, in tokens. Rows are sorted by length and
+            split where padding would cost more: 0 pads least, a large number fills every forward.
     """
 
     gamma: float = 1.0
@@ -93,6 +95,7 @@ class PPOConfig:
     value_loss_scale: float = 1.0
     max_critic_grad_norm: float | None = 1.0
     micro_batch_tokens: int = 4096
+    micro_batch_overhead_tokens: int = 128
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
@@ -120,6 +123,7 @@ class PPOConfig:
         for name in ("ppo_epochs", "policy_minibatches", "critic_ppo_epochs", "critic_minibatches"):
             check_count(name, getattr(self, name))
         check_count("micro_batch_tokens", self.micro_batch_tokens)
+        check_count("micro_batch_overhead_tokens", self.micro_batch_overhead_tokens, 0)
         check_count("critic_warmup_steps", self.critic_warmup_steps, 0)
         for name in ("max_grad_norm", "max_critic_grad_norm", "value_clip_eps"):
             if getattr(self, name) is not None:

@@ -1,4 +1,4 @@
-"""Rows of different lengths become right-padded micro-batches, sorted by length under a token budget.
+"""Rows of different lengths become right-padded micro-batches of similar lengths under a token budget.
 
 Right padding under a causal model needs no attention mask: no real token ever attends to a pad token.
 
@@ -8,6 +8,7 @@ Shapes: `b` rows, `S` longest prompt plus response, `T` longest response.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,23 +36,38 @@ class MicroBatch:
     """`[b, T]` bool: generated tokens."""
 
 
-def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Partition rows into micro-batches of similar length.
+def plan_micro_batches(lengths: Sequence[int], max_tokens: int, overhead_tokens: int) -> list[list[int]]:
+    """Partition rows, sorted by length, into the micro-batches that cost least.
+
+    A micro-batch costs its padded tokens (rows times longest row) plus `overhead_tokens`. Filling micro-batches up to
+    `max_tokens` instead would pad a chunk of few rows of very different lengths to more than twice its tokens.
 
     Args:
         lengths: Tokens per row.
-        max_tokens: Most padded tokens (rows times longest row) per micro-batch; a longer row stands alone.
+        max_tokens: Most padded tokens per micro-batch; a longer row stands alone.
+        overhead_tokens: What a micro-batch costs whatever its size, in tokens.
 
     Returns:
         Row indices, shortest rows first; a pure function of the arguments.
     """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    num_rows = len(order)
+    least_cost = np.zeros(num_rows + 1, dtype=np.int64)
+    first = [0] * (num_rows + 1)
+    for end in range(1, num_rows + 1):
+        longest = lengths[order[end - 1]]
+        start = max(0, end - max(1, max_tokens // longest))
+        costs = least_cost[start:end] + np.arange(end - start, 0, -1) * longest
+        # the first of equals, which makes fewer micro-batches
+        best = int(costs.argmin())
+        first[end] = start + best
+        least_cost[end] = costs[best] + overhead_tokens
     plan: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
-        if plan and (len(plan[-1]) + 1) * lengths[index] <= max_tokens:
-            plan[-1].append(index)
-        else:
-            plan.append([index])
-    return plan
+    end = num_rows
+    while end:
+        plan.append(order[first[end] : end])
+        end = first[end]
+    return plan[::-1]
 
 
 def collate(rows: Sequence[Trajectory], indices: Sequence[int], device: torch.device) -> MicroBatch:

@@ -43,7 +43,8 @@ class AdvantageStage:
         """
         rows = chunk.rows
         config = self.config
-        plan = plan_micro_batches([row.num_tokens for row in rows], config.micro_batch_tokens)
+        lengths = [row.num_tokens for row in rows]
+        plan = plan_micro_batches(lengths, config.micro_batch_tokens, config.micro_batch_overhead_tokens)
         values: Ragged = {}
         final_values: dict[int, float] = {}
         self.residency.acquire("critic")

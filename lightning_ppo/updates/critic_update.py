@@ -47,7 +47,7 @@ class CriticUpdate(SplitUpdate):
         """
         config, device = self.config, self._residency.device
         losses: Losses = []
-        for batch, chosen in trainable_micro_batches(rows, config.micro_batch_tokens, device):
+        for batch, chosen in trainable_micro_batches(rows, config, device):
             width = batch.mask.shape[1]
             mask = pad_rows([row.mask for row in chosen], width, device)
             values, _ = self.critic(batch)

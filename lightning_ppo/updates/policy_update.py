@@ -86,7 +86,7 @@ class PolicyUpdate(SplitUpdate):
             StepError: a loss or the accumulated gradient is NaN or infinite.
         """
         losses: Losses = []
-        for batch, chosen in trainable_micro_batches(rows, self.config.micro_batch_tokens, self._residency.device):
+        for batch, chosen in trainable_micro_batches(rows, self.config, self._residency.device):
             terms = self._terms(batch, chosen, plan)
             for i, (buffer, loss) in enumerate(terms.items()):
                 with self.accumulator.capture(buffer):

@@ -65,7 +65,7 @@ METRICS = (
 
 
 def trainable_micro_batches(
-    rows: Sequence[TrainRow], max_tokens: int, device: torch.device
+    rows: Sequence[TrainRow], config: PPOConfig, device: torch.device
 ) -> Iterator[tuple[MicroBatch, list[TrainRow]]]:
     """Yield micro-batches of the rows that have a trained token, one at a time.
 
@@ -73,7 +73,8 @@ def trainable_micro_batches(
     """
     chosen = [row for row in rows if row.trained_tokens]
     trajectories = [row.trajectory for row in chosen]
-    for indices in plan_micro_batches([t.num_tokens for t in trajectories], max_tokens):
+    lengths = [trajectory.num_tokens for trajectory in trajectories]
+    for indices in plan_micro_batches(lengths, config.micro_batch_tokens, config.micro_batch_overhead_tokens):
         yield collate(trajectories, indices, device), [chosen[i] for i in indices]
 
 

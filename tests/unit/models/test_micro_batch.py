@@ -12,9 +12,13 @@ from lightning_ppo.models.micro_batch import PAD_ID, collate, pad_rows, plan_mic
 CPU = torch.device("cpu")
 
 
-@given(lengths=st.lists(st.integers(1, 60), max_size=30), budget=st.integers(1, 200))
-def test_plan(lengths, budget):
-    plan = plan_micro_batches(lengths, budget)
+def _cost(lengths, plan, overhead):
+    return sum(len(part) * max(lengths[i] for i in part) + overhead for part in plan)
+
+
+@given(lengths=st.lists(st.integers(1, 60), max_size=30), budget=st.integers(1, 200), overhead=st.integers(0, 300))
+def test_plan(lengths, budget, overhead):
+    plan = plan_micro_batches(lengths, budget, overhead)
     assert sorted(index for part in plan for index in part) == list(range(len(lengths)))
     for part in plan:
         assert part
@@ -22,16 +26,35 @@ def test_plan(lengths, budget):
     # similar lengths stand together: no micro-batch has a row that is shorter than one of an earlier one
     ordered = [lengths[i] for part in plan for i in part]
     assert ordered == sorted(ordered)
-    assert plan_micro_batches(list(lengths), budget) == plan
-    # no two neighbours would have fitted into one
-    for part, following in itertools.pairwise(plan):
-        assert (len(part) + 1) * lengths[following[0]] > budget
+    assert plan_micro_batches(list(lengths), budget, overhead) == plan
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8), budget=st.integers(1, 60), overhead=st.integers(0, 30)
+)
+def test_no_split_of_the_sorted_rows_costs_less(lengths, budget, overhead):
+    """Every way to cut the sorted rows, one by one."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    costs = []
+    for cuts in itertools.product((False, True), repeat=len(lengths) - 1):
+        bounds = [0, *(i + 1 for i, is_cut in enumerate(cuts) if is_cut), len(lengths)]
+        parts = [order[start:end] for start, end in itertools.pairwise(bounds)]
+        if all(len(part) == 1 or len(part) * lengths[part[-1]] <= budget for part in parts):
+            costs.append(_cost(lengths, parts, overhead))
+    assert _cost(lengths, plan_micro_batches(lengths, budget, overhead), overhead) == min(costs)
 
 
 @given(lengths=st.permutations([3, 1, 4, 1, 5, 9, 2, 6]))
 def test_plan_does_not_depend_on_the_order_of_rows(lengths):
-    plan = plan_micro_batches(lengths, 12)
-    assert [[lengths[i] for i in part] for part in plan] == [[1, 1, 2, 3], [4, 5], [6], [9]]
+    plan = plan_micro_batches(lengths, 12, 100)
+    assert [[lengths[i] for i in part] for part in plan] == [[1, 1], [2, 3, 4], [5, 6], [9]]
+
+
+def test_a_straggler_does_not_make_everybody_long():
+    """Twenty short rows and a long one fit into one micro-batch, at nine times their tokens."""
+    lengths = [20] * 20 + [190]
+    assert [len(part) for part in plan_micro_batches(lengths, 4096, 128)] == [20, 1]
+    assert [len(part) for part in plan_micro_batches(lengths, 4096, 10_000)] == [21]
 
 
 def test_collate(kit):
