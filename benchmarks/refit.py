@@ -17,11 +17,16 @@ A refit is what `VLLMEngine.update_weights` does, and is split into its calls:
 `copy` of one bucket runs beside the `load` of the one before, so that parts may add up to more than the refit. What a
 refit costs however small the policy is read off two ways: a pause and a resume alone, and the refit of the smallest
 policy. The last two columns are the goal, refit <= 2 x memcpy + the latter.
+
+On a CPU vLLM's load packs every matrix for its kernels, which is a cost of the bytes that no transport can avoid. It is
+measured alone, in a process of its own on the server's core, with the shapes of the state dict.
 """
 
 import argparse
 import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -50,6 +55,33 @@ SIZES = {
 }
 CALLS = {"pause": "pause", "start_update": "start", "update": "load", "finish_update": "finish", "resume": "resume"}
 PARTS = ("copy", "pause", "start", "load", "finish", "resume")
+
+
+PACK = """
+import os, statistics, sys, time
+os.sched_setaffinity(0, {int(sys.argv[1])})
+import torch
+import vllm._custom_ops as ops
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.set_num_threads(1)
+matrices = [torch.randn(*map(int, shape.split("x"))) for shape in sys.argv[3:]]
+packed, seconds = [None] * len(matrices), []
+for _ in range(int(sys.argv[2]) + 2):
+    start = time.perf_counter()
+    for i, matrix in enumerate(matrices):
+        packed[i] = ops.create_onednn_mm(matrix.t(), 32)
+    seconds.append(time.perf_counter() - start)
+print(statistics.median(seconds[2:]))
+"""
+
+
+def pack_alone(policy: LlamaForCausalLM, repeats: int) -> float:
+    """Seconds that vLLM's kernels need to pack the policy's matrices; this process must not import vLLM."""
+    shapes = [f"{len(weight)}x{weight.shape[1]}" for weight in policy.state_dict().values() if weight.ndim == 2]
+    command = [sys.executable, "-c", PACK, str(SERVER_CORE), str(repeats), *shapes]
+    # what it prints before is vLLM's own
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 @dataclass
@@ -147,7 +179,7 @@ def close_all(engines: dict[str, VLLMEngine]) -> None:
 
 
 def measure(size: str, args: argparse.Namespace, watch: Stopwatch) -> tuple[int, int, dict[str, dict[str, float]]]:
-    """Parameters, bytes, and medians of the refit of each transport, of `memcpy` and of `hold`."""
+    """Parameters, bytes, and medians of the refit of each transport, of `memcpy`, `hold` and `pack`."""
     policy = make_policy(size, tied=args.tied)
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     # what travels is the state dict
@@ -185,6 +217,7 @@ def measure(size: str, args: argparse.Namespace, watch: Stopwatch) -> tuple[int,
         name: {part: statistics.median(row[part] for row in several) for part in several[0]}
         for name, several in rows.items()
     }
+    medians["pack"] = {"total": pack_alone(policy, args.refits)}
     return parameters, num_bytes, medians
 
 
@@ -224,7 +257,8 @@ def main() -> None:
                 + f"  {allowed:9.4f}  {'reached' if row['total'] <= allowed else 'missed'}",
                 flush=True,
             )
-        print(f"       pause and resume alone: {found['hold']['total']:.4f} s", flush=True)
+        hold, pack = found["hold"]["total"], found["pack"]["total"]
+        print(f"       pause and resume alone: {hold:.4f} s; vLLM's packing alone: {pack:.4f} s", flush=True)
     print("fixed cost (refit of the smallest): " + ", ".join(f"{name} {s:.4f} s" for name, s in smallest.items()))
     print(f"medians of {args.refits}; load {os.getloadavg()[0]:.1f}")
 

@@ -1,5 +1,6 @@
 """What a generation engine is: token ids in; token ids, log-probs, finish reason and versions out."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -7,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_ppo.batch import FinishReason
+from lightning_ppo.errors import EngineError
 
 
 @dataclass(frozen=True)
@@ -126,3 +128,34 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop the engine; safe to call twice and after a failure."""
         ...
+
+
+def check_request(request: GenerationRequest, max_context_tokens: int, vocab_size: int) -> None:
+    """Refuse what no engine can sample.
+
+    Raises:
+        EngineError: the prompt is empty, leaves no room for a token, or has ids outside the vocabulary; or a sampling
+            parameter or the seed is out of range.
+    """
+    prompt, sampling = request.prompt_ids, request.sampling
+    if not prompt:
+        raise EngineError("prompt_ids=() is empty; send at least one token")
+    if len(prompt) + 1 > max_context_tokens:
+        raise EngineError(
+            f"prompt_ids={len(prompt)} tokens leave no room for a response in max_context_tokens={max_context_tokens};"
+            " shorten the prompt or raise max_context_tokens"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise EngineError(f"prompt_ids={wrong} is outside the vocabulary; ids run from 0 to {vocab_size - 1}")
+    checks = {
+        "max_tokens": sampling.max_tokens >= 1,
+        "temperature": math.isfinite(sampling.temperature) and sampling.temperature >= 0,
+        "top_p": 0 < sampling.top_p <= 1,
+        "top_k": sampling.top_k >= 0,
+    }
+    for field, ok in checks.items():
+        if not ok:
+            raise EngineError(f"{field}={getattr(sampling, field)} is out of range; see SamplingParams")
+    if not 0 <= request.seed < 2**63:
+        raise EngineError(f"seed={request.seed} is out of range; set 0 <= seed < 2**63")

@@ -216,9 +216,9 @@ class Pump:
 
     def _reserve(self, draw: int, target_step: int | None) -> PendingGroup:
         prompt = self._prompts[self._stream.row_of(draw)]
-        self._buffer.reserve(draw, prompt, self.version, target_step)
+        slot = self._buffer.reserve(draw, prompt, self.version, target_step)
         self._stream.ledger.dispatch(draw)
-        return self._buffer.pending_group(draw)
+        return slot
 
     def _start(self, groups: asyncio.TaskGroup, slot: PendingGroup, finished: Mapping[int, Trajectory]) -> None:
         self.waiting_for = "nothing"

@@ -39,11 +39,8 @@ class ReplayBuffer:
         self._claimed: dict[int, PromptGroup] = {}
         self._last_commit_s = clock()
 
-    def reserve(self, draw: int, prompt: Prompt, version: int, target_step: int | None) -> str:
-        """Take a slot for a group that is about to be generated.
-
-        Returns:
-            The group's id, which depends on the draw only.
+    def reserve(self, draw: int, prompt: Prompt, version: int, target_step: int | None) -> PendingGroup:
+        """Take a slot for a group that is about to be generated; its id depends on the draw only.
 
         Raises:
             ValueError: the buffer is full, or a slot for this draw exists.
@@ -52,7 +49,7 @@ class ReplayBuffer:
             self._check_free(draw)
             slot = PendingGroup(_group_id(draw), draw, prompt, target_step, version, self._clock())
             self._add_pending(slot)
-            return slot.group_id
+            return slot
 
     def restore(self, group: PromptGroup) -> None:
         """Take a slot for a group that was finished in an earlier run; it is ready at once.
@@ -184,15 +181,6 @@ class ReplayBuffer:
             oldest_allowed: `VersionWindow.oldest_allowed` of the version that trains next.
         """
         return self.index.ready_sampled_before(oldest_allowed)
-
-    def pending_group(self, draw: int) -> PendingGroup:
-        """Return the slot of a group that is being generated.
-
-        Raises:
-            ValueError: no such group is pending.
-        """
-        with self.changed:
-            return self._slot(_group_id(draw))
 
     def claimed_groups(self) -> tuple[PromptGroup, ...]:
         """Return the groups that are being trained, in draw order."""

@@ -183,8 +183,8 @@ class Snapshots:
                 self._stream.take(item.draw)
                 self._stream.ledger.dispatch(item.draw)
                 start = item.start_version if item.finished else version
-                self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
-                self._pump.dispatch_again(self._buffer.pending_group(item.draw), item.finished)
+                slot = self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
+                self._pump.dispatch_again(slot, item.finished)
         if self._journal is not None and self._loaded is not None:
             self._journal.fork(plan.ready, ppo_step, saved.lineage, version)
         self._loaded, self._saved, self._found = None, SavedRollouts(), []

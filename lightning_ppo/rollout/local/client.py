@@ -8,11 +8,11 @@ from torch import Tensor
 
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.refit.shared_memory import SharedWeights
-from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec
+from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec, check_request
 from lightning_ppo.rollout.local.channel import Channel
 from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.local.process import WorkerProcess
-from lightning_ppo.rollout.local.protocol import Command, Ready, SetSleep, SetWeights, Start, check_request
+from lightning_ppo.rollout.local.protocol import Command, Ready, SetSleep, SetWeights, Start
 
 
 class LocalEngine:

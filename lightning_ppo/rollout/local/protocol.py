@@ -1,11 +1,9 @@
 """What the trainer's process and the engine's process say to each other: plain Python and numpy, no tensors."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.layout import FlatLayout
 from lightning_ppo.rollout.engine import GenerationRequest, PolicySpec
 from lightning_ppo.rollout.local.config import LocalEngineConfig
@@ -101,34 +99,3 @@ class Finished:
 
 Command = Start | Submit | Abort | SetWeights | SetSleep
 Reply = Ready | Done | Refused | Unserved | Finished
-
-
-def check_request(request: GenerationRequest, max_context_tokens: int, vocab_size: int) -> None:
-    """Refuse what the engine cannot sample.
-
-    Raises:
-        EngineError: the prompt is empty, leaves no room for a token, or has ids outside the vocabulary; or a sampling
-            parameter or the seed is out of range.
-    """
-    prompt, sampling = request.prompt_ids, request.sampling
-    if not prompt:
-        raise EngineError("prompt_ids=() is empty; send at least one token")
-    if len(prompt) + 1 > max_context_tokens:
-        raise EngineError(
-            f"prompt_ids={len(prompt)} tokens leave no room for a response in max_context_tokens={max_context_tokens};"
-            " shorten the prompt or raise max_context_tokens"
-        )
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-        raise EngineError(f"prompt_ids={wrong} is outside the vocabulary; ids run from 0 to {vocab_size - 1}")
-    checks = {
-        "max_tokens": sampling.max_tokens >= 1,
-        "temperature": math.isfinite(sampling.temperature) and sampling.temperature >= 0,
-        "top_p": 0 < sampling.top_p <= 1,
-        "top_k": sampling.top_k >= 0,
-    }
-    for field, ok in checks.items():
-        if not ok:
-            raise EngineError(f"{field}={getattr(sampling, field)} is out of range; see SamplingParams")
-    if not 0 <= request.seed < 2**63:
-        raise EngineError(f"seed={request.seed} is out of range; set 0 <= seed < 2**63")

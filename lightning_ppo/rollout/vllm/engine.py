@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ppo.errors import EngineDiedError, EngineError
-from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec
-from lightning_ppo.rollout.local.protocol import check_request
+from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec, check_request
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.control import Control
 from lightning_ppo.rollout.vllm.dispatch import Dispatcher

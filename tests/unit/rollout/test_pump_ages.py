@@ -13,6 +13,7 @@ from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.rollout.replay_index import PendingGroup
 from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.samplers import make_sampler
 from lightning_ppo.rollout.stream import PromptStream
@@ -32,6 +33,10 @@ def names(engine: FakeEngine, draw: int) -> list[str]:
 
 def versions(group: Any) -> set[int]:
     return {int(version) for row in group.trajectories for version in row.policy_versions}
+
+
+def slot_of(collector: Collector, draw: int) -> PendingGroup:
+    return next(slot for slot in collector._buffer.pending() if slot.draw == draw)
 
 
 class Run:
@@ -56,7 +61,7 @@ def test_a_group_in_flight_that_gets_too_old_is_generated_again_in_its_place(bui
     collector, _ = build(engine, **READY_FIRST)
     run = Run(collector, engine)
     until(lambda: collector._buffer.ready_count == 7)
-    slot = collector._buffer.pending_group(0)
+    slot = slot_of(collector, 0)
     for expected in ([1, 2, 3, 4], [5, 6, 7, 8]):
         groups = run.select()
         assert [group.draw for group in groups] == expected
@@ -65,7 +70,7 @@ def test_a_group_in_flight_that_gets_too_old_is_generated_again_in_its_place(bui
     until(lambda: len(names(engine, 0)) == 4)
     assert names(engine, 0) == ["draw0_g0", "draw0_g1", "draw0_g0_try1", "draw0_g1_try1"]
     assert sorted(engine.cancelled) == ["draw0_g0", "draw0_g1"]
-    again = collector._buffer.pending_group(0)
+    again = slot_of(collector, 0)
     assert (again.draw, again.prompt, again.target_step) == (slot.draw, slot.prompt, slot.target_step)
     assert (slot.start_version, again.start_version) == (0, 2)
     assert collector._stream.ledger.state(0) == "in_flight"
@@ -86,7 +91,7 @@ def test_aborted_twice_it_has_a_name_of_its_own_each_time(build, until) -> None:
         run.update(groups)
         asked = 2 * (run.step // 2 + 1)
         until(lambda asked=asked: len(names(engine, 0)) == asked)
-        assert collector._buffer.pending_group(0).start_version == run.step // 2 * 2
+        assert slot_of(collector, 0).start_version == run.step // 2 * 2
     assert len(set(names(engine, 0))) == 6
     assert not set(engine.held) & set(engine.cancelled)
 
@@ -108,7 +113,7 @@ def test_a_straggler_that_is_finished_but_too_old_is_generated_again(build, unti
     run.update(run.select())
     # as a whole, in its slot, on the new weights; then it is the first in line again
     until(lambda: len(engine.held) == 2)
-    assert collector._buffer.pending_group(0).start_version == 2
+    assert slot_of(collector, 0).start_version == 2
     engine.let_go()
     until(lambda: collector._buffer.index.find_ready(0) is not None)
     group = run.select()[0]
@@ -146,7 +151,7 @@ def test_what_waited_for_its_dispatch_is_stamped_when_it_starts(build, until) ->
     until(lambda: collector._responder.is_held)
     engine.let_go()
     until(lambda: collector._stream.ledger.state(4) == "skipped")
-    assert collector._buffer.pending_group(8).start_version == 0
+    assert slot_of(collector, 8).start_version == 0
     asked = len(engine.requests)
     collector.drain(lambda: None, poll_s=0.01)
     assert len(engine.requests) == asked
@@ -165,7 +170,7 @@ def test_a_sampler_may_abort_earlier_than_the_bound_demands(build, until, monkey
     run = Run(collector, engine)
     run.update(run.select())
     until(lambda: len(names(engine, 0)) == 4)
-    assert collector._buffer.pending_group(0).start_version == 1
+    assert slot_of(collector, 0).start_version == 1
 
 
 def test_a_restored_group_whose_finished_part_got_too_old_starts_from_nothing(build, until) -> None:

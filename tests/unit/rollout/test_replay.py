@@ -25,7 +25,7 @@ def buffer(clock: Clock) -> ReplayBuffer:
 
 def fill(buffer: ReplayBuffer, *draws: int, commit: bool = True) -> None:
     for draw in draws:
-        group_id = buffer.reserve(draw, make_prompt(row=draw), version=draw // 2, target_step=draw // 2)
+        group_id = buffer.reserve(draw, make_prompt(row=draw), version=draw // 2, target_step=draw // 2).group_id
         if commit:
             buffer.commit(group_id, [make_trajectory()] * 2, end_version=7)
 
@@ -36,7 +36,7 @@ def ready(buffer: ReplayBuffer) -> list[int]:
 
 def test_a_group_carries_what_was_stamped(buffer: ReplayBuffer, clock: Clock) -> None:
     prompt = make_prompt(row=9)
-    group_id = buffer.reserve(5, prompt, version=3, target_step=4)
+    group_id = buffer.reserve(5, prompt, version=3, target_step=4).group_id
     assert [(slot.draw, slot.start_version, slot.target_step) for slot in buffer.pending()] == [(5, 3, 4)]
     assert buffer.ready() == ()
     clock.now += 2.5

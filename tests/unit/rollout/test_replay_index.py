@@ -37,7 +37,7 @@ def test_oldest_version_is_that_of_the_oldest_token(rows: list, oldest: int) -> 
 def test_stale_groups_are_found_by_their_oldest_token() -> None:
     buffer = ReplayBuffer(capacity=9, group_size=1)
     for draw, versions in enumerate([(4, 5), (3, 5), (5, 5), (2, 6)]):
-        buffer.commit(buffer.reserve(draw, make_prompt(), 5, None), [tokens(*versions)], 6)
+        buffer.commit(buffer.reserve(draw, make_prompt(), 5, None).group_id, [tokens(*versions)], 6)
     assert [group.draw for group in buffer.stale(2)] == []
     assert [group.draw for group in buffer.stale(4)] == [3, 1]
     assert [group.draw for group in buffer.stale(5)] == [3, 1, 0]
@@ -49,7 +49,7 @@ def groups_of(*slots: tuple[int, int, bool]) -> ReplayBuffer:
     """Slots of (draw, start version, ready)."""
     buffer = ReplayBuffer(capacity=99, group_size=1)
     for draw, version, is_ready in slots:
-        group_id = buffer.reserve(draw, make_prompt(), version, None)
+        group_id = buffer.reserve(draw, make_prompt(), version, None).group_id
         if is_ready:
             buffer.commit(group_id, [make_trajectory(version=version)], version)
     return buffer

@@ -36,9 +36,9 @@ def comparisons(kind: type, groups: int) -> dict[str, int]:
     for draw in map(Counted, range(groups)):
         # the first eight are too old, and their step is over
         version = 1 if draw < 8 else 5 + draw % 2
-        group_id = buffer.reserve(draw, make_prompt(), Counted(version), Counted(draw // 4) if stamped else None)
+        slot = buffer.reserve(draw, make_prompt(), Counted(version), Counted(draw // 4) if stamped else None)
         if draw % 10:
-            buffer.commit(group_id, rows[version], version)
+            buffer.commit(slot.group_id, rows[version], version)
     chosen: list = []
     operations = {
         "admit": lambda: sampler.admit(6),

@@ -239,7 +239,7 @@ def test_random_schedules_reach_the_cases_that_matter() -> None:
 def test_a_straggler_of_ready_first_is_too_old_unless_it_is_generated_again() -> None:
     window = VersionWindow(1, 1)
     sampler, buffer = ReadyFirstSampler(1, window), ReplayBuffer(4, 1)
-    buffer.commit(buffer.reserve(0, make_prompt(), 0, None), [row(0)], 0)
+    buffer.commit(buffer.reserve(0, make_prompt(), 0, None).group_id, [row(0)], 0)
     assert not buffer.stale(window.oldest_allowed(1))
     assert [group.draw for group in sampler.select(buffer, 2, 2, 1)] == [0], "the sampler would take it"
     assert window.policy_age(2, 0) == 2
@@ -252,7 +252,7 @@ def test_windowed_refills_what_it_evicts() -> None:
     sampler, buffer = WindowedSampler(2, window), ReplayBuffer(4, 1)
     for draw in range(4):
         assert sampler.admit(0) is not None
-        buffer.commit(buffer.reserve(draw, make_prompt(), 0, None), [row(0)], 0)
+        buffer.commit(buffer.reserve(draw, make_prompt(), 0, None).group_id, [row(0)], 0)
     first = sampler.select(buffer, 0, 0, 2)
     buffer.claim(first)
     old = sampler.evict(buffer, 1, 1)

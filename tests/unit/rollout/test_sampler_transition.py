@@ -41,7 +41,9 @@ def walk(kind: type, window: VersionWindow, capacity: int) -> tuple[list[int], i
             if not held:
                 buffer.release(buffer.claimed())
             while buffer.has_room and (waiting := waiting or sampler.admit(step)):
-                buffer.commit(buffer.reserve(draw, make_prompt(), step, waiting.target_step), [ROWS[step]], step)
+                buffer.commit(
+                    buffer.reserve(draw, make_prompt(), step, waiting.target_step).group_id, [ROWS[step]], step
+                )
                 draw, waiting = draw + 1, None
             most = max(most, buffer.occupied)
         most_waiting = max(most_waiting, buffer.occupied)

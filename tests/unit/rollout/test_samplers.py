@@ -23,7 +23,7 @@ def buffer_of(*slots: tuple[int, int | None, bool]) -> ReplayBuffer:
     """Slots of (start version, target step, ready)."""
     buffer = ReplayBuffer(capacity=100, group_size=1)
     for draw, (version, target, is_ready) in enumerate(slots):
-        group_id = buffer.reserve(draw, make_prompt(row=draw), version, target)
+        group_id = buffer.reserve(draw, make_prompt(row=draw), version, target).group_id
         if is_ready:
             buffer.commit(group_id, [make_trajectory()], version)
     return buffer
