@@ -132,7 +132,8 @@ def make_backend() -> type:
             """Check that nothing is missing, and let the layers compute with the new tensors."""
             check_complete(self.model, self._loaded, self._vllm.layerwise_info, self._vllm.linear)
             self._vllm.finish_reload(self.model, self.model_config)
-            for module in self.model.modules():
+            for name in tied_names(self.model):
+                module = self.model.get_submodule(name.rpartition(".")[0])
                 # vLLM 0.32 on a CPU: a tied head goes on with its old packed copy unless it is packed again.
                 if isinstance(module, self._vllm.embedding) and module.weight.device.type == "cpu":
                     module.quant_method.process_weights_after_loading(module)
