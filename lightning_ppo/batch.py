@@ -92,6 +92,19 @@ class PromptGroup:
 
 
 @dataclass(frozen=True)
+class FailureCounts:
+    """What went wrong with rollouts so far."""
+
+    retries: int = 0
+    """Attempts beyond the first, since the process started."""
+    dropped_prompts: int = 0
+    """Over the whole run, restarts included."""
+
+
+NO_FAILURES = FailureCounts()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """One Lightning batch: this rank's equal share of the prompt groups that are trained together."""
 
@@ -109,6 +122,8 @@ class Chunk:
     """Seconds the trainer waited for this chunk."""
     generation_s: tuple[float, ...]
     """Seconds from dispatch to commit of each group, in the order of `draws`."""
+    failures: FailureCounts = NO_FAILURES
+    """When the chunk was handed out."""
 
     @property
     def is_closing(self) -> bool:

@@ -229,6 +229,8 @@ class PPOStep:
         metrics = totals.metrics() | {
             "advantage/mean": advantages.mean,
             "advantage/std": advantages.variance**0.5,
+            "rollout/retries": float(state.failures.retries),
+            "rollout/dropped_prompts": float(state.failures.dropped_prompts),
             "step/chunks": float(batch.num_chunks),
             **policy_metrics(policy_stats),
             **critic_metrics(critic_stats),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_ppo.batch import PromptGroup
+from lightning_ppo.batch import FailureCounts, PromptGroup
 from lightning_ppo.rollout.group_record import GroupRecord
 from lightning_ppo.rollout.ledger import Ledger
 from lightning_ppo.rollout.recorded_run import RecordedRun
@@ -18,6 +18,7 @@ class Claim:
     """In draw order; empty only when the step lost its last groups for good."""
     groups_in_step: int
     """Groups that the step has in all, as far as is known now."""
+    failures: FailureCounts
 
 
 class Claims:

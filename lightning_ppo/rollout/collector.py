@@ -215,7 +215,7 @@ class Collector:
                     groups = self._selection.pick(ppo_step, size - consumed, self._pump.version)
                 if groups or consumed >= size:
                     self._claims.take(groups)
-                    return Claim(groups, size)
+                    return Claim(groups, size, self._budget.counts)
                 self._watchdog.progress(self._pump.commits, self._waits)
                 self._watchdog.check()
                 left_s = min(poll_due_s - time.monotonic(), self._watchdog.left_s)

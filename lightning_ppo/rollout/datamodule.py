@@ -273,7 +273,7 @@ class RolloutDataModule(L.LightningDataModule):
 
         def work(poll: Callable[[], None]) -> list[Share]:
             claim = self._rank_zero().collector.next_groups(ppo_step, consumed, poll)
-            return deal(claim.groups, trainer.world_size, claim.groups_in_step)
+            return deal(claim, trainer.world_size)
 
         return self._relay().run(work)[trainer.global_rank]
 

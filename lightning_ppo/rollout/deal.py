@@ -1,9 +1,9 @@
 """Dealing a chunk out to data-parallel ranks."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ppo.batch import PromptGroup, Trajectory
+from lightning_ppo.batch import FailureCounts, Trajectory
+from lightning_ppo.rollout.claims import Claim
 
 
 @dataclass(frozen=True)
@@ -17,21 +17,23 @@ class Share:
     """Seconds from dispatch to commit of each group."""
     groups_in_step: int
     """Groups that the PPO step has in all."""
+    failures: FailureCounts
 
 
-def deal(groups: Sequence[PromptGroup], ranks: int, groups_in_step: int) -> list[Share]:
+def deal(claim: Claim, ranks: int) -> list[Share]:
     """Give every rank the same number of rows of similar lengths; no row twice, none left over.
 
     Args:
-        groups: The chunk's groups in draw order; `ranks` divides their rows (see `group_alignment`).
+        claim: The chunk's groups; `ranks` divides their rows (see `group_alignment`).
         ranks: Data-parallel ranks.
-        groups_in_step: Groups that the PPO step has in all.
     """
-    rows = [row for group in groups for row in group.trajectories]
+    rows = [row for group in claim.groups for row in group.trajectories]
     if len(rows) % ranks:
         raise ValueError(f"{len(rows)} rows cannot be dealt equally to {ranks} ranks")
     if ranks > 1:
         rows.sort(key=lambda row: (row.num_tokens, row.sample_id))
-    draws = tuple(group.draw for group in groups)
-    seconds = tuple(group.generation_s for group in groups)
-    return [Share(tuple(rows[rank::ranks]), draws, seconds, groups_in_step) for rank in range(ranks)]
+    draws = tuple(group.draw for group in claim.groups)
+    seconds = tuple(group.generation_s for group in claim.groups)
+    return [
+        Share(tuple(rows[rank::ranks]), draws, seconds, claim.groups_in_step, claim.failures) for rank in range(ranks)
+    ]

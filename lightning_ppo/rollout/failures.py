@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NoReturn
 
+from lightning_ppo.batch import FailureCounts
 from lightning_ppo.errors import CheckpointError, ConfigError, DataError, EngineDiedError, EngineError, RolloutError
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.validation import require
@@ -117,6 +118,11 @@ class FailureBudget:
         """Prompts dropped so far, before a restart included."""
         self.retries = 0
         """Attempts granted so far, since the process started."""
+
+    @property
+    def counts(self) -> FailureCounts:
+        """Retries and drops so far."""
+        return FailureCounts(self.retries, sum(self.dropped.values()))
 
     def decide(self, draw: int, error: BaseException, index: int = 0) -> Retry | Drop:
         """Decide what follows a failed attempt.

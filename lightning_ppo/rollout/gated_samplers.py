@@ -89,7 +89,7 @@ class InOrderSampler(_GatedSampler):
     """
 
     capabilities: ClassVar[SamplerCapabilities] = SamplerCapabilities(
-        stamps_targets=True, is_deterministic_order=True, supports_streaming=True, supports_restore=True
+        stamps_targets=True, supports_streaming=True, supports_restore=True
     )
 
     def __init__(self, groups_per_step: int, window: VersionWindow) -> None:
@@ -148,7 +148,7 @@ class ReadyFirstSampler(_GatedSampler):
     """
 
     capabilities: ClassVar[SamplerCapabilities] = SamplerCapabilities(
-        stamps_targets=False, is_deterministic_order=False, supports_streaming=True, supports_restore=True
+        stamps_targets=False, supports_streaming=True, supports_restore=True
     )
 
     def admit(self, version: int) -> Admission | None:
@@ -177,7 +177,7 @@ class WeightFifoSampler(_GatedSampler):
     """
 
     capabilities: ClassVar[SamplerCapabilities] = SamplerCapabilities(
-        stamps_targets=False, is_deterministic_order=False, supports_streaming=True, supports_restore=True
+        stamps_targets=False, supports_streaming=True, supports_restore=True
     )
 
     def admit(self, version: int) -> Admission | None:

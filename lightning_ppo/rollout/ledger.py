@@ -102,12 +102,6 @@ class Ledger:
         sources = set(DrawState) - _FINAL if unclaimed else {DrawState.CLAIMED}
         self._move(draws, sources, DrawState.TRAINED)
 
-    def unclaim(self) -> None:
-        """Every claimed group is ready again: the step that claimed it failed."""
-        with self._lock:
-            for draw in [draw for draw, state in self._states.items() if state is DrawState.CLAIMED]:
-                self._set(draw, DrawState.READY)
-
     def regenerate(self, draw: int) -> None:
         """A group is generated again in its place.
 

@@ -38,6 +38,7 @@ class ChunkLoader:
                 groups_per_step=share.groups_in_step,
                 wait_s=time.perf_counter() - start,
                 generation_s=share.generation_s,
+                failures=share.failures,
             )
             is_closed = chunk.is_closing
             yield chunk

@@ -19,7 +19,7 @@ class RecordedSampler:
     """
 
     capabilities: ClassVar[SamplerCapabilities] = SamplerCapabilities(
-        stamps_targets=True, is_deterministic_order=True, supports_streaming=True, supports_restore=True
+        stamps_targets=True, supports_streaming=True, supports_restore=True
     )
 
     def __init__(self, steps: Mapping[int, Sequence[GroupRecord]], *, by_dispatch: bool) -> None:

@@ -166,14 +166,6 @@ class ReplayBuffer:
             for draw in gone:
                 del self._claimed[draw]
 
-    def unclaim(self) -> None:
-        """Make every claimed group ready again, in its old place."""
-        with self.changed:
-            for group in self._claimed.values():
-                self.index.add_ready(group)
-            self._claimed.clear()
-            self.changed.notify_all()
-
     def stale(self, oldest_allowed: int) -> tuple[PromptGroup, ...]:
         """Return the ready groups with a token of a version below `oldest_allowed`, oldest first.
 

@@ -24,8 +24,6 @@ class SamplerCapabilities:
 
     stamps_targets: bool
     """Every admission carries a target step."""
-    is_deterministic_order: bool
-    """What is trained when does not depend on how long anything takes."""
     supports_streaming: bool
     """The tail rule may cut its selection into chunks: whatever is left becomes ready sooner or later."""
     supports_restore: bool

@@ -26,7 +26,7 @@ class WindowedSampler:
     """
 
     capabilities: ClassVar[SamplerCapabilities] = SamplerCapabilities(
-        stamps_targets=False, is_deterministic_order=False, supports_streaming=True, supports_restore=True
+        stamps_targets=False, supports_streaming=True, supports_restore=True
     )
 
     def __init__(self, groups_per_step: int, window: VersionWindow, freshest_first: bool = False) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lightning_ppo.algorithms import ExplainedVariance
-from lightning_ppo.batch import Chunk, TrainRow
+from lightning_ppo.batch import NO_FAILURES, Chunk, FailureCounts, TrainRow
 from lightning_ppo.ranks import Ranks
 
 
@@ -22,6 +22,7 @@ class StepState:
     chunks: list[tuple[int, ...]] = field(default_factory=list)
     """Draws of each chunk, in order: the recorded chunk boundaries."""
     generation_s: float = 0.0
+    failures: FailureCounts = NO_FAILURES
 
     def add(self, chunk: Chunk, rows: tuple[TrainRow, ...]) -> None:
         """Take a chunk in. The one that only tells that the step lost its last groups is none."""
@@ -29,6 +30,7 @@ class StepState:
         if chunk.draws:
             self.chunks.append(chunk.draws)
         self.generation_s = max((self.generation_s, *chunk.generation_s))
+        self.failures = chunk.failures
 
     def totals(self, ranks: Ranks) -> "StepTotals":
         """Sum over ranks. A collective."""

@@ -158,6 +158,9 @@ def test_a_step_closes_without_what_was_dropped_and_never_trains_a_zero(make_run
     assert {reward for _, _, reward in record.rows} == {1.0}
     assert len(record.rows) == len(set(record.rows)) == 2 * 9
     assert [metrics["rollout/reward_mean"] for metrics in record.metrics] == [1.0] * 3
+    # the next step's rollouts may have failed by then
+    assert record.metrics[-1]["rollout/dropped_prompts"] == 3
+    assert record.metrics[-1]["rollout/retries"] == 0
     assert [batch.num_sequences for batch in record.batches] == [6, 4, 8]
     assert run.trainer.global_step == 3
     skipped = run.data._position["stream"]["skipped"]
@@ -207,6 +210,7 @@ def test_a_step_that_loses_its_last_group_after_the_others_were_handed_out(make_
     assert record.batches[0].num_chunks == expected.batches[0].num_chunks == 3
     timed = ("time/", "throughput/")
     ours, theirs = record.metrics[0], expected.metrics[0]
+    assert (ours.pop("rollout/dropped_prompts"), theirs.pop("rollout/dropped_prompts")) == (1, 0)
     assert ours.keys() == theirs.keys()
     assert {k: v for k, v in ours.items() if not k.startswith(timed)} == {
         k: v for k, v in theirs.items() if not k.startswith(timed)

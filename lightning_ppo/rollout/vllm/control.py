@@ -142,11 +142,7 @@ class Control:
         """Forget cached keys and values of prompts that no request uses."""
         self._call("POST", "/reset_prefix_cache", timeout_s)
 
-    # ------------------------------------------------------------------ requests and memory
-
-    def abort_all(self, timeout_s: float) -> None:
-        """End all requests; they answer with what they have, and finish_reason `abort`."""
-        self._call("POST", "/abort_requests", timeout_s, {})
+    # ------------------------------------------------------------------ memory
 
     def sleep(self, timeout_s: float, level: int = 2) -> None:
         """Give the device's memory back: keys and values, and the weights (level 1 keeps those in host memory)."""

@@ -12,14 +12,14 @@ from lightning_ppo.testing import make_group
 SOURCE = '''
 from lightning_ppo.rollout.samplers import InOrderSampler, Sampler, SamplerCapabilities
 
-YES = SamplerCapabilities(True, True, True, True)
+YES = SamplerCapabilities(True, True, True)
 
 
 class Newest(InOrderSampler):
     """Trains the last draw first."""
 
     capabilities = SamplerCapabilities(
-        stamps_targets=True, is_deterministic_order=True, supports_streaming=False, supports_restore=False
+        stamps_targets=True, supports_streaming=False, supports_restore=False
     )
 
     def __init__(self, groups_per_step, window, bonus=0):

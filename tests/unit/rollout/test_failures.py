@@ -214,7 +214,7 @@ def test_back_off_doubles_up_to_its_bound() -> None:
     failures = budget(max_infra_attempts=8, backoff_s=1.0, max_backoff_s=30.0)
     delays = [failures.decide(0, EngineError()) for _ in range(7)]
     assert delays == [Retry(delay) for delay in (1, 2, 4, 8, 16, 30, 30)]
-    assert failures.retries == 7
+    assert failures.retries == failures.counts.retries == 7
 
 
 def test_back_off_stays_finite_whatever_the_number_of_attempts() -> None:

@@ -83,19 +83,6 @@ def test_a_move_of_several_draws_is_all_or_nothing(draws: list[int]) -> None:
     assert ledger.counts() == before
 
 
-def test_unclaim_makes_claimed_groups_ready_and_leaves_the_others() -> None:
-    ledger = Ledger()
-    for draw in range(4):
-        ledger.draw(draw)
-        ledger.dispatch(draw)
-    for draw in range(3):
-        ledger.finish(draw)
-    ledger.claim([0, 2])
-    ledger.unclaim()
-    assert [ledger.state(draw) for draw in range(4)] == ["ready", "ready", "ready", "in_flight"]
-    ledger.claim([0, 1, 2])
-
-
 def test_a_skip_needs_a_reason() -> None:
     ledger = at("drawn")
     with pytest.raises(ValueError, match="without a reason"):
@@ -216,11 +203,6 @@ class Walk(RuleBasedStateMachine):
             del self.model[draw]
         else:
             self.model[draw] = new
-
-    @rule()
-    def unclaim(self) -> None:
-        self.ledger.unclaim()
-        self.model = {draw: "ready" if state == "claimed" else state for draw, state in self.model.items()}
 
     @precondition(lambda self: self.model)
     @rule()

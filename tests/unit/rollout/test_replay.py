@@ -123,16 +123,6 @@ def test_a_slot_is_held_until_release_or_removal(buffer: ReplayBuffer) -> None:
     assert ready(buffer) == [2]
 
 
-def test_unclaim_puts_groups_back_in_their_places(buffer: ReplayBuffer) -> None:
-    fill(buffer, 0, 1, 2)
-    groups = buffer.ready()
-    buffer.claim([groups[0], groups[2]])
-    buffer.unclaim()
-    assert buffer.ready() == groups
-    assert buffer.claimed() == ()
-    assert buffer.occupied == 3
-
-
 def test_commit_wakes_a_waiting_trainer(buffer: ReplayBuffer) -> None:
     fill(buffer, 0, commit=False)
     woken = threading.Event()
@@ -247,7 +237,6 @@ def test_every_change_that_may_free_a_selection_wakes_the_trainer(buffer: Replay
         lambda: buffer.regenerate(2, 5),
         lambda: buffer.restore(make_group(8, size=2)),
         lambda: buffer.give_back([8]),
-        buffer.unclaim,
     ]
     for count, change in enumerate(changes, 1):
         change()

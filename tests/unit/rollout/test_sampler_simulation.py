@@ -154,12 +154,6 @@ class Run:
         self.trained += claimed
         return True
 
-    def abandon(self) -> bool:
-        """The step failed; what it had claimed is trained again."""
-        self.buffer.unclaim()
-        self.remaining = self.config.num_prompts_per_step
-        return True
-
     def drain(self, steps: int) -> None:
         """Train `steps` more steps with everything finished at once, in few rounds each."""
         for _ in range(steps):
@@ -201,7 +195,7 @@ def configs(draw) -> tuple[RolloutConfig, int]:
     return config, warmup
 
 
-MOVES = ["dispatch", "fill", "commit", "flush", "pick", "advance", "advance", "restart", "replace", "close", "abandon"]
+MOVES = ["dispatch", "fill", "commit", "flush", "pick", "advance", "advance", "restart", "replace", "close"]
 
 
 @settings(max_examples=250, deadline=None)

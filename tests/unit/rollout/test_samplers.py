@@ -38,15 +38,15 @@ def evicted(sampler: Sampler, buffer: ReplayBuffer, version: int, step: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "stamps", "deterministic"),
+    ("name", "kind", "stamps"),
     [
-        ("in_order", InOrderSampler, True, True),
-        ("ready_first", ReadyFirstSampler, False, False),
-        ("weight_fifo", WeightFifoSampler, False, False),
-        ("windowed", WindowedSampler, False, False),
+        ("in_order", InOrderSampler, True),
+        ("ready_first", ReadyFirstSampler, False),
+        ("weight_fifo", WeightFifoSampler, False),
+        ("windowed", WindowedSampler, False),
     ],
 )
-def test_config_names_the_sampler(name: str, kind: type, stamps: bool, deterministic: bool) -> None:
+def test_config_names_the_sampler(name: str, kind: type, stamps: bool) -> None:
     config = RolloutConfig(
         num_prompts_per_step=2, min_groups_for_streaming_train=1, sampler=name, max_lookahead_versions=1
     )
@@ -54,7 +54,6 @@ def test_config_names_the_sampler(name: str, kind: type, stamps: bool, determini
     assert type(sampler) is kind
     assert isinstance(sampler, Sampler)
     assert sampler.capabilities.stamps_targets is stamps is (sampler.admit(0).target_step is not None)
-    assert sampler.capabilities.is_deterministic_order is deterministic
     assert sampler.capabilities.supports_streaming
     assert sampler.capabilities.supports_restore
 

@@ -116,9 +116,7 @@ def test_impossible_remainder(build, remaining: int) -> None:
 
 
 class Greedy(InOrderSampler):
-    capabilities = SamplerCapabilities(
-        stamps_targets=True, is_deterministic_order=True, supports_streaming=False, supports_restore=True
-    )
+    capabilities = SamplerCapabilities(stamps_targets=True, supports_streaming=False, supports_restore=True)
 
     def required_capacity(self, groups_per_step: int) -> int:
         return 9 * groups_per_step
