@@ -19,7 +19,8 @@ refit costs however small the policy is read off two ways: a pause and a resume 
 policy. The last two columns are the goal, refit <= 2 x memcpy + the latter.
 
 On a CPU vLLM's load packs every matrix for its kernels, which is a cost of the bytes that no transport can avoid. It is
-measured alone, in a process of its own on the server's core, with the shapes of the state dict.
+measured alone, in a process of its own on the server's core, with the shapes of the state dict. With
+`--cpu-weights plain` the server keeps matrices as they are sent.
 """
 
 import argparse
@@ -160,7 +161,11 @@ def start_engines(policy: LlamaForCausalLM, args: argparse.Namespace, folder: st
         "probe_interval_s": 3600.0,
     }
     engines: dict[str, VLLMEngine] = {}
-    url: dict[str, Any] = {"cores": (SERVER_CORE,), "kv_cache_bytes": 64 * 1024 * 1024}
+    url: dict[str, Any] = {
+        "cores": (SERVER_CORE,),
+        "kv_cache_bytes": 64 * 1024 * 1024,
+        "cpu_weights": args.cpu_weights,
+    }
     try:
         for transport in args.transports:
             engine = VLLMEngine(VLLMConfig(transport=transport, **url, **common))
@@ -229,6 +234,7 @@ def main() -> None:
     parser.add_argument("--refits", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2, help="refits of each transport that do not count")
     parser.add_argument("--bucket-mb", type=int, default=VLLMConfig().bucket_bytes // 1024 // 1024)
+    parser.add_argument("--cpu-weights", choices=("packed", "plain"), default="packed", help="vllm.cpu_weights")
     parser.add_argument("--tied", action="store_true", help="the head is the embedding, as in many small models")
     parser.add_argument("--folder", default="/dev/shm", help="folder of the file transport")
     args = parser.parse_args()

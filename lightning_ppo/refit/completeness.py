@@ -27,9 +27,7 @@ def check_complete(model: nn.Module, loaded: set[str], layer_info: Callable[[nn.
     Raises:
         EngineError: a parameter got nothing, or only a part of its values.
     """
-    missing = sorted(name for name, _ in model.named_parameters() if name not in loaded)
-    if missing:
-        raise EngineError(f"weights={missing[0]} is missing in the update; send the whole policy")
+    _check_names(model, loaded)
     for name, layer in model.named_modules():
         info = layer_info(layer)
         if isinstance(layer, linear) and info.can_load() and info.load_numel < info.load_numel_total:
@@ -37,3 +35,31 @@ def check_complete(model: nn.Module, loaded: set[str], layer_info: Callable[[nn.
                 f"weights={name} got {info.load_numel} of {info.load_numel_total} values in the update;"
                 " send the whole policy"
             )
+
+
+def check_copied(model: nn.Module, loaded: set[str], num_copied: int, embedding: type) -> None:
+    """Check an update whose tensors were copied straight into the model's parameters.
+
+    Args:
+        model: vLLM's model.
+        loaded: As in `check_complete`.
+        num_copied: Values that were copied.
+        embedding: vLLM's base class of embeddings, whose rows are padded.
+
+    Raises:
+        EngineError: a parameter got nothing, or only a part of its values.
+    """
+    _check_names(model, loaded)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    embeddings: list[Any] = [layer for layer in model.modules() if isinstance(layer, embedding)]
+    # a tied head shares its weight, which counts once
+    for layer in {id(layer.weight): layer for layer in embeddings}.values():
+        expected -= (layer.num_embeddings_padded - layer.org_vocab_size) * layer.embedding_dim
+    if num_copied < expected:
+        raise EngineError(f"weights got {num_copied} of {expected} values in the update; send the whole policy")
+
+
+def _check_names(model: nn.Module, loaded: set[str]) -> None:
+    missing = sorted(name for name, _ in model.named_parameters() if name not in loaded)
+    if missing:
+        raise EngineError(f"weights={missing[0]} is missing in the update; send the whole policy")

@@ -4,18 +4,25 @@ vLLM is imported here and nowhere else, and only inside functions: importing thi
 leans on vLLM's internals is in `VLLMInternals`.
 """
 
+import contextlib
 import importlib
 import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.compatibility import EXPECTED, check_policy, check_scheduling
-from lightning_ppo.refit.completeness import check_complete, tied_names
+from lightning_ppo.refit.completeness import check_complete, check_copied, tied_names
 from lightning_ppo.refit.incoming import Incoming
 
 BACKEND = "lightning_ppo"
 """What `--weight-transfer-config '{"backend": ...}'` names."""
+
+PLAIN_WEIGHTS = "LIGHTNING_PPO_PLAIN_WEIGHTS"
+"""Environment variable: set, a server on a CPU keeps matrices as they are sent."""
 
 _FACTORY = "vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory"
 
@@ -30,6 +37,27 @@ def register() -> None:
         return
     if BACKEND not in factory._registry:
         factory.register_engine(BACKEND, make_backend())
+    if PLAIN_WEIGHTS in os.environ:
+        keep_plain_weights()
+
+
+def keep_plain_weights() -> None:
+    """Stop vLLM on a CPU from replacing matrices by packed copies; torch multiplies by them as they are.
+
+    vLLM 0.32 has no setting for it.
+
+    Raises:
+        EngineError: vLLM is too old.
+    """
+    name = "vllm.model_executor.layers.utils"
+    _need(name, "dispatch_cpu_unquantized_gemm")
+    utils: Any = importlib.import_module(name)
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        # as vLLM calls it: layer.cpu_linear(x, layer.weight, bias)
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
 @dataclass
@@ -46,6 +74,7 @@ class VLLMInternals:
     layerwise_info: Any
     start_reload: Any
     finish_reload: Any
+    copy_counter: Any
     embedding: Any
     linear: Any
 
@@ -61,6 +90,7 @@ class VLLMInternals:
             layerwise_info=_need(f"{reload}.layerwise", "get_layerwise_info"),
             start_reload=_need(reload, "initialize_layerwise_reload"),
             finish_reload=_need(reload, "finalize_layerwise_reload"),
+            copy_counter=_need(f"{reload}.meta", "CopyCounter"),
             embedding=_need("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
             linear=_need("vllm.model_executor.layers.linear", "LinearBase"),
         )
@@ -87,6 +117,8 @@ def make_backend() -> type:
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._incoming = Incoming(self.device, worker)
             self._loaded: set[str] = set()
+            self._is_plain = PLAIN_WEIGHTS in os.environ
+            self._copied = 0
 
         def init_transfer_engine(self, init_info: Message) -> None:
             """Check that the trainer's policy is the one that is served, or join the trainer's process group."""
@@ -101,6 +133,9 @@ def make_backend() -> type:
             """Make every layer wait for its new tensors."""
             # A tied head is its embedding's tensor, until the reload makes two of them.
             self._loaded = tied_names(self.model)
+            self._copied = 0
+            if self._is_plain:
+                return
             for layer in self.model.modules():
                 # What a failed update left behind would be taken for a part of this one.
                 info = self._vllm.layerwise_info(layer)
@@ -112,24 +147,32 @@ def make_backend() -> type:
         def receive_weights(self, update_info: Message) -> None:
             """Load the tensors of one bucket."""
             name = "none"
+            tied = tied_names(self.model)
 
             def pairs() -> Any:
                 nonlocal name
-                for pair in self._incoming.receive(update_info.message):
-                    name = pair[0]
-                    yield pair
+                for name, tensor in self._incoming.receive(update_info.message):
+                    # vLLM skips it, and complains if its other name came in an earlier bucket
+                    if not (self._is_plain and name in tied):
+                        yield name, tensor
 
             try:
-                loaded = self.model.load_weights(pairs())
+                counter = self._vllm.copy_counter()
+                with counter if self._is_plain else contextlib.nullcontext():
+                    loaded = self.model.load_weights(pairs())
             except EngineError:
                 raise
             except Exception as error:
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise EngineError(f"weights={name} cannot be loaded ({why}); serve the policy that is sent") from error
             self._loaded |= loaded or set()
+            self._copied += counter.copied_numel
 
         def finish_weight_update(self) -> None:
             """Check that nothing is missing, and let the layers compute with the new tensors."""
+            if self._is_plain:
+                check_copied(self.model, self._loaded, self._copied, self._vllm.embedding)
+                return
             check_complete(self.model, self._loaded, self._vllm.layerwise_info, self._vllm.linear)
             self._vllm.finish_reload(self.model, self.model_config)
             for name in tied_names(self.model):

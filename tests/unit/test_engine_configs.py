@@ -21,6 +21,9 @@ VLLM = [
     ("trainer_threads", 0),
     ("num_threads", 0),
     ("dtype", "int8"),
+    ("cpu_weights", "sparse"),
+    # the device is `auto`
+    ("cpu_weights", "plain"),
     ("max_num_seqs", 0),
     ("kv_cache_bytes", 0),
     ("gpu_memory_fraction", 0),
@@ -98,3 +101,11 @@ def test_servers_of_the_user_are_not_placed():
     with pytest.raises(ConfigError, match=r"vllm\.num_servers=3 is not the 2 of vllm\.urls"):
         ppo.VLLMConfig(urls=("http://a:1", "http://b:1"), num_servers=3)
     assert ppo.VLLMConfig(urls=("http://a:1", "http://b:1")).is_external
+    for others in (
+        {"device": "cuda"},
+        {"device": "cpu", "devices_per_server": 2},
+        {"device": "cpu", "urls": ("http://a",)},
+    ):
+        with pytest.raises(ConfigError, match=r"vllm\.cpu_weights=plain is for servers on one CPU"):
+            ppo.VLLMConfig(cpu_weights="plain", **others)
+    assert ppo.VLLMConfig(cpu_weights="plain", device="cpu").cpu_weights == "plain"

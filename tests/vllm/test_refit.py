@@ -124,6 +124,36 @@ def test_one_name_of_tied_tensors_is_enough_and_buffers_do_no_harm(
     check(member.url, policy, requests, sample, score, greedy, 33)
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def plain_server(request, start_engine):
+    """Whether embeddings are tied, and a server that keeps matrices as they are sent."""
+    engine = start_engine(tied=request.param, cpu_weights="plain")
+    yield request.param, engine.fleet.serving()[0]
+    engine.close()
+
+
+@pytest.mark.slow
+def test_plain_matrices(plain_server, make_update, make_policy, requests, sample, score, greedy):
+    tied, member = plain_server
+    update = make_update("shared_memory")
+    for version in (71, 72):
+        policy = make_policy(version, tied=tied)
+        assert update.update([member.control], policy.state_dict().items(), version) == {}
+        check(member.url, policy, requests, sample, score, greedy, version)
+    for gone, reason in {
+        "model.layers.1.self_attn.k_proj.weight": "weights got",
+        "model.norm.weight": "weights=model.norm.weight is missing",
+        "model.embed_tokens.weight": "weights=model.embed_tokens.weight is missing",
+    }.items():
+        # the head of a tied model is its embedding
+        names = {gone, "lm_head.weight"} if tied and "embed" in gone else {gone}
+        weights = [pair for pair in policy.state_dict().items() if pair[0] not in names]
+        (error,) = make_update("shared_memory").update([member.control], weights, 73).values()
+        assert reason in str(error)
+    assert update.update([member.control], policy.state_dict().items(), 74) == {}
+    check(member.url, policy, requests, sample, score, greedy, 74)
+
+
 @pytest.mark.slow
 def test_greedy_output_equals_a_fresh_server_on_the_exported_folder(
     url, make_update, make_policy, make_spec, make_requests, sample, tmp_path

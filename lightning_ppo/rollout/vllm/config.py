@@ -27,6 +27,9 @@ class VLLMConfig:
         trainer_threads: Threads of the trainer's process while the servers run; None leaves torch's setting.
         num_threads: Threads of each server on a CPU.
         dtype: Precision of the servers' weights; only `float32` keeps log-probs equal to the trainer's to 1e-4.
+        cpu_weights: How servers on a CPU keep matrices: `packed` for vLLM's kernels, or `plain`, as they are sent.
+            Plain ones are not packed anew at each refit, but make decode steps of several responses up to twice as slow
+            where matrices have some megabytes; for tiny policies they are as fast.
         max_num_seqs: Responses that each server generates at once.
         kv_cache_bytes: Memory for keys and values of each server; None means 256 MiB on a CPU, and what
             `gpu_memory_fraction` leaves on a GPU.
@@ -64,6 +67,7 @@ class VLLMConfig:
     trainer_threads: int | None = 1
     num_threads: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    cpu_weights: Literal["packed", "plain"] = "packed"
     max_num_seqs: int = 64
     kv_cache_bytes: int | None = None
     gpu_memory_fraction: float = 0.9
@@ -110,7 +114,11 @@ class VLLMConfig:
         check_choice("vllm.placement", self.placement, ("subprocess", "ray"))
         check_choice("vllm.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("vllm.dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        check_choice("vllm.cpu_weights", self.cpu_weights, ("packed", "plain"))
         check_choice("vllm.transport", self.transport, TRANSPORTS)
+        if self.cpu_weights == "plain" and (self.device != "cpu" or self.devices_per_server > 1 or self.urls):
+            fix = "set vllm.device=cpu, vllm.devices_per_server=1 and no vllm.urls"
+            raise reject("vllm.cpu_weights", "plain", "is for servers on one CPU that are started here", fix)
         needed = self.num_servers * self.devices_per_server
         if self.devices and len(self.devices) != needed:
             raise reject("vllm.devices", self.devices, f"are not {needed}", "list num_servers * devices_per_server")

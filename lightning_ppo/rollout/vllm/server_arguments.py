@@ -11,6 +11,7 @@ from typing import Self
 import torch
 
 from lightning_ppo.errors import EngineError
+from lightning_ppo.refit.vllm_backend import PLAIN_WEIGHTS
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 
@@ -133,6 +134,8 @@ class ServerCommand:
             # two functions of vLLM's sampler are compiled even in eager mode, at the first request
             environment["TORCHDYNAMO_DISABLE"] = "1"
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+            if config.cpu_weights == "plain":
+                environment[PLAIN_WEIGHTS] = "1"
             if config.devices_per_server == 1:
                 # one process less, and a third less time to start
                 environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
