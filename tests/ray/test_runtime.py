@@ -80,7 +80,7 @@ def test_without_ray_the_error_says_what_to_install():
         "import sys; sys.modules['ray'] = None\n"
         "from lightning_ppo.rollout.ray import rewards, servers\n"
         "from lightning_ppo.rollout.ray.runtime import RayRuntime\n"
-        "from lightning_ppo.rollout.vllm.config import RayConfig\n"
+        "from lightning_ppo.rollout.ray.config import RayConfig\n"
         "RayRuntime(RayConfig()).start()"
     )
     error = run_python(code).stderr.strip().splitlines()[-1]

@@ -145,7 +145,7 @@ def test_two_servers_start_answer_and_stop(launch, info, is_gone, wait_until):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["server", "actor", "ray.kill"])
+@pytest.mark.parametrize("how", ["server", "guard", "actor", "ray.kill"])
 def test_a_server_that_died_comes_back_in_its_place(launch, info, ends, how):
     """Whatever dies, all of it is gone, even a server that ignores SIGTERM; the other server is not disturbed."""
     import ray
@@ -156,13 +156,16 @@ def test_a_server_that_died_comes_back_in_its_place(launch, info, ends, how):
     first, other = map(info, servers)
     if how == "server":
         os.kill(first["pid"], signal.SIGKILL)
+    elif how == "guard":
+        os.kill(psutil.Process(first["pid"]).ppid(), signal.SIGKILL)
     elif how == "actor":
         os.kill(servers[0].actor_pid, signal.SIGKILL)
     else:
         ray.kill(servers[0]._actor)
     ends(servers[0], first)
     end = servers[0].describe_end()
-    assert ("was ended by signal 9" in end) if how == "server" else ("lost its Ray actor" in end)
+    expected = {"server": "was ended by signal 9", "guard": "lost its guard (signal 9)"}
+    assert expected.get(how, "lost its Ray actor") in end
     assert "\n" not in end
     assert not servers[0].port_taken()
 

@@ -13,6 +13,7 @@ from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.engine import VLLMEngine
+from lightning_ppo.rollout.vllm.member import MemberState
 
 WEIGHTS = [("a.weight", torch.ones(3)), ("b.weight", torch.zeros(2, 2))]
 REQUEST = GenerationRequest("draw3_g1", (5, 6, 7), SamplingParams(8, stop_token_ids=(1,)), 7)
@@ -201,6 +202,25 @@ def test_a_request_that_a_server_fails_is_sent_to_another(failure, start_fakes):
     assert first["sampling_params"] == second["sampling_params"]
     assert first["sampling_params"]["seed"] == 7
     assert first["request_id"] != second["request_id"]
+
+
+def test_a_request_to_a_server_that_is_found_dead_is_sent_to_another(start_fakes):
+    """Its connection is open and stays silent, as that of a host without power does."""
+    engine, fakes = start_fakes(2)
+    engine.update_weights(WEIGHTS, 1)
+    lost = engine.fleet.serving()[0]
+    (fake,) = (fake for fake in fakes if fake.url == lost.url)
+    fake.answers["/inference/v1/generate"] = fake.hang
+
+    async def ask():
+        jobs = [asyncio.create_task(engine.generate(REQUEST)) for _ in range(2)]
+        while "/inference/v1/generate" not in fake.paths():
+            await asyncio.sleep(0.01)
+        engine.fleet._roster.move(lost, MemberState.DEAD, "its host lost power")
+        return await asyncio.gather(*jobs)
+
+    assert [set(answer.policy_versions) for answer in run(ask())] == [{1}, {1}]
+    assert lost.outstanding == 0
 
 
 def test_a_request_that_is_refused_is_not_sent_again(start_fakes):

@@ -111,8 +111,9 @@ class KillServer(Watch):
         if payload.chunk.ppo_step == 1 and self.killed is None:
             fleet = trainer.datamodule._generators._engine.fleet
             self.killed = fleet.serving()[0].name
-            victims = [child for child in family() if "api_server" in " ".join(child.cmdline())]
-            os.kill(victims[0].pid, signal.SIGKILL)
+            # a guard's command line holds that of its server
+            servers = [child for child in family() if "-m vllm.entrypoints" in " ".join(child.cmdline()[:3])]
+            os.kill(servers[0].pid, signal.SIGKILL)
 
     def on_train_end(self, trainer, pl_module):
         fleet = trainer.datamodule._generators._engine.fleet

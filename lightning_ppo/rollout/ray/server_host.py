@@ -109,11 +109,13 @@ class ServerHost:
         return str(self._problem) if self._server is None else self._server.describe_end()
 
     def wait_end(self) -> End:
-        """Return when the server has ended."""
+        """Return when the server has ended, and nothing is left of it."""
         if self._server is None:
             return End(False, str(self._problem), ())
         while self._server.is_alive():
             time.sleep(_POLL_S)
+        # If it was the guard that was killed, the server may linger: it waits for requests that nobody works on.
+        self._server.stop(kill=True)
         tail = tuple(self._server.log_tail(_TAIL_LINES))
         return End(self._server.port_taken(), self._server.describe_end(), tail)
 

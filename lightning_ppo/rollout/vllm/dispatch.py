@@ -9,12 +9,13 @@ from lightning_ppo.rollout.engine import Generation, GenerationRequest
 from lightning_ppo.rollout.vllm.control import Control
 from lightning_ppo.rollout.vllm.fleet import Fleet
 from lightning_ppo.rollout.vllm.generation import GenerationClient, ServerFailedError
-from lightning_ppo.rollout.vllm.member import Member
+from lightning_ppo.rollout.vllm.member import Member, MemberState
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 5
 """Servers that may fail one request before it is taken for the cause."""
+_DEATH_POLL_S = 0.5
 
 
 class Dispatcher:
@@ -86,4 +87,15 @@ class Dispatcher:
     async def _ask(self, member: Member[Control], request: GenerationRequest, *, is_urgent: bool = False) -> Generation:
         # vLLM refuses a name that is in use, and the request may still run where it was sent first
         attempt_id = f"{request.request_id}-{secrets.token_hex(4)}"
-        return await self._client.generate(str(member), member.url, request, attempt_id, is_urgent=is_urgent)
+        answer = asyncio.ensure_future(
+            self._client.generate(str(member), member.url, request, attempt_id, is_urgent=is_urgent)
+        )
+        try:
+            # A host that is gone, or a server whose engine is, may leave the connection open for ever.
+            while not (await asyncio.wait({answer}, timeout=_DEATH_POLL_S))[0]:
+                if member.state is MemberState.DEAD:
+                    raise ServerFailedError(f"server {member}, request {request.request_id}: the server is dead")
+            return answer.result()
+        finally:
+            if answer.cancel():
+                await asyncio.wait({answer})
