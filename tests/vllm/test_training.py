@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import lightning as L
@@ -117,6 +118,10 @@ class KillServer(Watch):
 
     def on_train_end(self, trainer, pl_module):
         fleet = trainer.datamodule._generators._engine.fleet
+        # the other server may have finished the run before the dead one is cleared away
+        deadline = time.monotonic() + 60
+        while fleet.restarts == 0 and time.monotonic() < deadline:
+            time.sleep(0.1)
         self.restarts = fleet.restarts
         self.states = [member.state for member in fleet.members()]
 
