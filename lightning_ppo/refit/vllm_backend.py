@@ -116,6 +116,7 @@ def make_backend() -> type:
             parallel = self.parallel_config
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._incoming = Incoming(self.device, worker)
+            self._tied: set[str] = set()
             self._loaded: set[str] = set()
             self._is_plain = PLAIN_WEIGHTS in os.environ
             self._copied = 0
@@ -132,7 +133,8 @@ def make_backend() -> type:
         def start_weight_update(self) -> None:
             """Make every layer wait for its new tensors."""
             # A tied head is its embedding's tensor, until the reload makes two of them.
-            self._loaded = tied_names(self.model)
+            self._tied = tied_names(self.model)
+            self._loaded = set(self._tied)
             self._copied = 0
             if self._is_plain:
                 return
@@ -147,13 +149,12 @@ def make_backend() -> type:
         def receive_weights(self, update_info: Message) -> None:
             """Load the tensors of one bucket."""
             name = "none"
-            tied = tied_names(self.model)
 
             def pairs() -> Any:
                 nonlocal name
                 for name, tensor in self._incoming.receive(update_info.message):
                     # vLLM skips it, and complains if its other name came in an earlier bucket
-                    if not (self._is_plain and name in tied):
+                    if not (self._is_plain and name in self._tied):
                         yield name, tensor
 
             try:

@@ -11,13 +11,12 @@ from typing import Self
 import torch
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.vllm_backend import PLAIN_WEIGHTS
+from lightning_ppo.refit.vllm_backend import BACKEND, PLAIN_WEIGHTS
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 
 SERVED_NAME = "policy"
 _CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
-_BACKEND = "lightning_ppo"
 _LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -101,7 +100,7 @@ class ServerCommand:
             # so that the proof of a refit does not wait behind all responses that were asked for before
             *("--scheduling-policy", "priority"),
             *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
-            *("--weight-transfer-config", json.dumps({"backend": _BACKEND})),
+            *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
         ]
         if config.devices_per_server > 1:
             arguments += ["--tensor-parallel-size", str(config.devices_per_server)]
@@ -127,8 +126,8 @@ class ServerCommand:
             "PYTHONUNBUFFERED": "1",
         }
         plugins = environment.get("VLLM_PLUGINS")
-        if plugins is not None and _BACKEND not in plugins.split(","):
-            environment["VLLM_PLUGINS"] = f"{plugins},{_BACKEND}".strip(",")
+        if plugins is not None and BACKEND not in plugins.split(","):
+            environment["VLLM_PLUGINS"] = f"{plugins},{BACKEND}".strip(",")
         if not uses_cuda(config):
             environment["OMP_NUM_THREADS"] = str(config.num_threads)
             # two functions of vLLM's sampler are compiled even in eager mode, at the first request
