@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from processes import is_gone, wait_for
 
 from lightning_ppo.errors import ConfigError, EngineError, RewardError
 from lightning_ppo.rollout.ray.rewards import RemoteReward
@@ -261,7 +262,7 @@ def test_a_call_has_its_deadline_from_its_start(remote):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_a_worker_that_hangs_is_replaced(remote, caplog, wait_until, is_asynchronous):
+def test_a_worker_that_hangs_is_replaced(remote, caplog, is_asynchronous):
     def hang(response):
         import time
 
@@ -278,14 +279,14 @@ def test_a_worker_that_hangs_is_replaced(remote, caplog, wait_until, is_asynchro
         assert str(error) == "took longer than reward_timeout_s=1"
 
         # The call still runs, and its caller's event loop is gone.
-        wait_until(lambda: reward.replacements == 1, "another worker")
+        wait_for(lambda: reward.replacements == 1, "another worker")
         assert ask(reward, "ab", "abc") == [2.0, 3.0]
     assert reward.replacements == 1
     assert "reward_worker_0 (process " in caplog.text
     assert "hangs: a call goes on long after its deadline; it is replaced" in caplog.text
 
 
-def test_an_asynchronous_call_that_is_too_slow_is_cancelled_and_its_worker_stays(remote, tmp_path, wait_until):
+def test_an_asynchronous_call_that_is_too_slow_is_cancelled_and_its_worker_stays(remote, tmp_path):
     mark = tmp_path / "cancelled"
     name = str(mark)
 
@@ -304,7 +305,7 @@ def test_an_asynchronous_call_that_is_too_slow_is_cancelled_and_its_worker_stays
     slow_one, fast_one = ask(reward, "x", "ab")
     assert isinstance(slow_one, TimeoutError)
     assert fast_one == 2.0
-    wait_until(lambda: mark.exists() and mark.read_text() == "x", "the cancellation")
+    wait_for(lambda: mark.exists() and mark.read_text() == "x", "the cancellation")
     with pytest.raises(
         RewardError, match=r"failed: TimeoutError: took longer than reward_timeout_s=0\.5 \(prompt row 3"
     ):
@@ -313,7 +314,7 @@ def test_an_asynchronous_call_that_is_too_slow_is_cancelled_and_its_worker_stays
     assert reward.replacements == 0
 
 
-def test_cancelling_the_caller_cancels_the_call(remote, tmp_path, wait_until):
+def test_cancelling_the_caller_cancels_the_call(remote, tmp_path):
     started, cancelled = tmp_path / "started", tmp_path / "cancelled"
     names = str(started), str(cancelled)
 
@@ -339,11 +340,11 @@ def test_cancelling_the_caller_cancels_the_call(remote, tmp_path, wait_until):
         return task.cancelled()
 
     assert asyncio.run(asyncio.wait_for(cancel(), 30))
-    wait_until(cancelled.exists, "the cancellation in the worker")
-    wait_until(lambda: [worker.outstanding for worker in reward._pool.workers] == [0], "the end of the call")
+    wait_for(cancelled.exists, "the cancellation in the worker")
+    wait_for(lambda: [worker.outstanding for worker in reward._pool.workers] == [0], "the end of the call")
 
 
-def test_cancelled_callers_leave_the_queue(remote, tmp_path, wait_until):
+def test_cancelled_callers_leave_the_queue(remote, tmp_path):
     """A running synchronous call is not interrupted; those behind it never begin, and the turn goes to the next."""
     log = tmp_path / "log"
     name = str(log)
@@ -372,7 +373,7 @@ def test_cancelled_callers_leave_the_queue(remote, tmp_path, wait_until):
     assert log.read_text() == "ad"
 
 
-def test_after_close_calls_fail_also_those_that_wait(remote, is_gone, wait_until):
+def test_after_close_calls_fail_also_those_that_wait(remote):
     def slow(response):
         import os
         import time
@@ -389,7 +390,7 @@ def test_after_close_calls_fail_also_those_that_wait(remote, is_gone, wait_until
     assert [type(answer) for answer in answers] == [EngineError] * 2
     assert str(answers[1]) == "the reward workers are closed"
     reward.close()
-    wait_until(lambda: is_gone(pid), "the end of the worker")
+    wait_for(lambda: is_gone(pid), "the end of the worker")
     assert str(ask(reward, "c")[0]) == "the reward workers are closed"
 
 
@@ -437,6 +438,12 @@ def test_a_function_that_no_worker_can_load(remote, tmp_path):
 def test_workers_that_find_no_room_are_not_waited_for_for_ever(remote):
     import ray
 
+    class Holder:
+        """Holds resources. A class of the module would have the actor import the module."""
+
+        def ready(self):
+            """Say so."""
+
     # The shared ones hold the rest.
     holder = ray.remote(Holder).options(num_cpus=1.5).remote()
     ray.get(holder.ready.remote(), timeout=60)
@@ -447,10 +454,3 @@ def test_workers_that_find_no_room_are_not_waited_for_for_ever(remote):
             remote(lambda response: 1, workers=2, start_timeout_s=1.0)
     finally:
         ray.kill(holder)
-
-
-class Holder:
-    """Holds resources."""
-
-    def ready(self):
-        """Say so."""

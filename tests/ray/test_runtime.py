@@ -8,8 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import processes
 import psutil
 import pytest
+from processes import descendants, is_gone, wait_for
 
 from lightning_ppo.errors import ConfigError, EngineError
 from lightning_ppo.rollout.ray.config import RayConfig
@@ -24,9 +26,9 @@ def test_the_local_ray_listens_on_the_loopback_only(runtime):
     assert runtime.is_local
     assert runtime.is_running
     listening = [
-        (process.name(), connection.laddr.ip)
-        for process in psutil.Process().children(recursive=True)
-        for connection in process.net_connections("inet")
+        (name, connection.laddr.ip)
+        for name, connections in descendants(lambda each: (each.name(), each.net_connections("inet"))).values()
+        for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
     assert any(name == "raylet" for name, _ in listening)
@@ -70,9 +72,8 @@ def test_nobody_at_the_address():
 
 def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-c", code, *arguments]
-    return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200, check=False
-    )
+    env = {**os.environ, "PYTHONPATH": str(Path(processes.__file__).parent), **environment}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_without_ray_the_error_says_what_to_install():
@@ -143,6 +144,7 @@ assert not ray.is_initialized()
 START_AND_STOP = """
 import os, signal, sys, threading
 import psutil
+from processes import descendants
 from lightning_ppo.rollout.ray.runtime import RayRuntime
 from lightning_ppo.rollout.ray.config import RayConfig
 
@@ -155,8 +157,9 @@ os.sched_setaffinity(0, {min(cores)})
 for _ in range(2):
     runtime.start()
     runtime.start()
-    children = psutil.Process().children(recursive=True)
-    assert all(child.cpu_affinity() == sorted(cores) for child in children if child.is_running()), children
+    affinities = descendants(lambda child: child.cpu_affinity())
+    children = list(affinities)
+    assert all(affinity == sorted(cores) for affinity in affinities.values()), affinities
     folder = runtime._folder
     assert runtime.is_running and os.path.isdir(folder), folder
     assert runtime.nodes()[0]["CPU"] == 7
@@ -211,7 +214,7 @@ time.sleep(300)
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_killed_driver(tmp_path, wait_until, is_gone):
+def test_nothing_outlives_a_killed_driver(tmp_path):
     found = tmp_path / "pids.json"
     part = tmp_path / "driver.py"
     part.write_text(DRIVER)
@@ -235,7 +238,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path, wait_until, is_gone):
 
     # These two see the end like the others, and then give their open connections a minute (aiohttp's default).
     slow = {"ray::DashboardAgent", "ray::RuntimeEnvAgent", ""}
-    wait_until(lambda: set(survivors()) <= slow, f"the end of {told}")
+    wait_for(lambda: set(survivors()) <= slow, f"the end of {told}")
     shutil.rmtree(told["folder"], ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import is_gone, wait_for
 
 from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
 from lightning_ppo.rollout.ray.config import RayConfig
@@ -77,7 +78,7 @@ def launch(runtime, tmp_path):
 
 
 @pytest.fixture
-def info(launch, wait_until):
+def info(launch):
     """What a server tells of itself, once it answers; its processes are watched."""
 
     def ask(server):
@@ -92,7 +93,7 @@ def info(launch, wait_until):
                 return False
             return True
 
-        wait_until(answers, f"an answer of {server.name}")
+        wait_for(answers, f"an answer of {server.name}")
         launch.pids.extend((found["pid"], found["child"], server.actor_pid))
         return found
 
@@ -100,17 +101,17 @@ def info(launch, wait_until):
 
 
 @pytest.fixture
-def ends(wait_until, is_gone):
+def ends():
     """Wait until a server that answered is dead with all its processes."""
 
     def wait(server, found):
-        wait_until(lambda: not server.is_alive(), f"the end of {server.name}")
-        wait_until(lambda: is_gone(found["pid"]) and is_gone(found["child"]), f"the end of {found}")
+        wait_for(lambda: not server.is_alive(), f"the end of {server.name}")
+        wait_for(lambda: is_gone(found["pid"]) and is_gone(found["child"]), f"the end of {found}")
 
     return wait
 
 
-def test_two_servers_start_answer_and_stop(launch, info, is_gone, wait_until):
+def test_two_servers_start_answer_and_stop(launch, info):
     import ray
 
     launcher = launch("say=hello", num_servers=2)
@@ -139,7 +140,7 @@ def test_two_servers_start_answer_and_stop(launch, info, is_gone, wait_until):
     launcher.close()
     assert not servers[1].is_alive()
     assert is_gone(found[1]["pid"])
-    wait_until(lambda: ray.available_resources().get("CPU") == 2, "the return of what was reserved")
+    wait_for(lambda: ray.available_resources().get("CPU") == 2, "the return of what was reserved")
     with pytest.raises(EngineError, match="vLLM server_0 cannot start: its launcher is closed"):
         launcher.launch(0)
 
@@ -178,7 +179,7 @@ def test_a_server_that_died_comes_back_in_its_place(launch, info, ends, how):
     assert info(servers[1])["pid"] == other["pid"]
 
 
-def test_a_stubborn_server_is_killed(launch, info, is_gone):
+def test_a_stubborn_server_is_killed(launch, info):
     server = launch("stubborn").launch(0)
     found = info(server)
     server.stop(kill=True)
@@ -187,9 +188,9 @@ def test_a_stubborn_server_is_killed(launch, info, is_gone):
     assert "signal 9" in server.describe_end()
 
 
-def test_a_server_that_ends_by_itself_says_why(launch, wait_until, tmp_path):
+def test_a_server_that_ends_by_itself_says_why(launch, tmp_path):
     server = launch("say=OSError: [Errno 98] Address already in use", "exit=3", log_folder=tmp_path / "logs").launch(0)
-    wait_until(lambda: not server.is_alive(), "its end")
+    wait_for(lambda: not server.is_alive(), "its end")
     assert server.port_taken()
     assert server.log_tail(5) == ["OSError: [Errno 98] Address already in use"]
     end = server.describe_end()

@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import is_gone, wait_for
 
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.vllm.config import VLLMConfig
@@ -48,21 +48,6 @@ def _others():
 def keepers():
     """Names of the fleet's threads that this test has started."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("vllm-") and thread not in OTHERS]
-
-
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-    return result
-
-
-def is_gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def get(url, path, timeout=5.0):

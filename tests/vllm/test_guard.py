@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import is_gone, wait_for
 
 from lightning_ppo.rollout.vllm import guard
 
@@ -30,21 +30,6 @@ if "fork" in sys.argv and os.fork() == 0:
 print(server.guard_pid, server.pid, flush=True)
 time.sleep(60)
 """
-
-
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-    return result
-
-
-def is_gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture

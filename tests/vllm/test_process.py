@@ -6,11 +6,11 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import is_gone, wait_for
 
 from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
 from lightning_ppo.rollout.vllm.config import VLLMConfig
@@ -20,21 +20,6 @@ from lightning_ppo.rollout.vllm.process import ServerProcess
 from lightning_ppo.rollout.vllm.server_log import ServerLog
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
-
-
-def wait_for(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
-    return result
-
-
-def is_gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def get(url, path):

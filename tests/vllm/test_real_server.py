@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
+from processes import descendants, is_gone, wait_for
 from transformers import Qwen3Config
 
 HOLDER = """
@@ -47,18 +47,12 @@ while True:
 """
 
 
-def is_gone(process):
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+def command_line(process):
+    return " ".join(process.cmdline())
 
 
-def wait_until_gone(processes, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while not all(is_gone(process) for process in processes):
-        assert time.monotonic() < deadline, [process for process in processes if not is_gone(process)]
-        time.sleep(0.05)
+def are_gone(processes):
+    return all(is_gone(process.pid) for process in processes)
 
 
 @pytest.mark.slow
@@ -85,25 +79,25 @@ def test_a_dead_engine_core_is_noticed_and_kill_9_of_the_trainer_leaves_nothing(
                 break
         logs = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
         assert line == "up\n", logs[-3000:]
-        processes = psutil.Process(holder.pid).children(recursive=True)
         guards = psutil.Process(holder.pid).children()
         assert len(guards) == 2
-        families = [guard.children(recursive=True) for guard in guards]
-        cores = [[child for child in family if "EngineCore" in " ".join(child.cmdline())] for family in families]
+        families = [descendants(command_line, guard) for guard in guards]
+        processes = [*guards, *families[0], *families[1]]
+        cores = [[child for child, line in family.items() if "EngineCore" in line] for family in families]
         assert [len(found) for found in cores] == [1, 1]
         os.kill(cores[0][0].pid, signal.SIGKILL)
         for line in holder.stdout:
             if sorted(json.loads(line)) == ["dead", "serving"]:
                 break
         assert line, "the fleet ended"
-        wait_until_gone(families[0])
-        assert not any(is_gone(process) for process in families[1])
+        wait_for(lambda: are_gone(families[0]), f"the end of {families[0]}")
+        assert not any(is_gone(process.pid) for process in families[1])
         holder.kill()
         holder.wait(10)
-        wait_until_gone(processes)
+        wait_for(lambda: are_gone(processes), f"the end of {processes}")
     finally:
         for process in [*processes, psutil.Process(holder.pid)] if holder.poll() is None else processes:
-            if not is_gone(process):
+            if not is_gone(process.pid):
                 process.kill()
         holder.wait(10)
         holder.stdout.close()

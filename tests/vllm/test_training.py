@@ -3,13 +3,12 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import lightning as L
-import psutil
 import pytest
 import torch
+from processes import descendants, wait_for
 
 import lightning_ppo as ppo
 from lightning_ppo.rollout.vllm.member import MemberState
@@ -66,19 +65,18 @@ OTHERS: set[int] = set()
 @pytest.fixture(autouse=True)
 def _others():
     OTHERS.clear()
-    OTHERS.update(child.pid for child in psutil.Process().children(recursive=True))
+    OTHERS.update(child.pid for child in descendants(lambda child: child.pid))
 
 
 def family():
-    """Every process below this one that has to do with vLLM or Ray, and was started by this test."""
+    """Command lines of the processes below this one that have to do with vLLM or Ray, and were started by this test."""
     names = ("vllm", "ray::", "raylet", "gcs_server")
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.pid not in OTHERS
-        and child.status() != psutil.STATUS_ZOMBIE
-        and any(name in " ".join(child.cmdline()) for name in names)
-    ]
+    lines = descendants(lambda child: " ".join(child.cmdline()))
+    return {
+        child.pid: line
+        for child, line in lines.items()
+        if child.pid not in OTHERS and any(name in line for name in names)
+    }
 
 
 @pytest.mark.slow
@@ -96,7 +94,7 @@ def test_colocated_run_with_a_server_of_ours(tmp_path):
     assert max(metrics["rollout/sampler_mismatch_max"] for metrics in watch.metrics[1:]) <= 1e-4
     assert all(metrics["rollout/version_age_max"] == 0 for metrics in watch.metrics)
     assert "vllm" not in sys.modules, "the trainer's process must not import vLLM"
-    assert family() == []
+    assert family() == {}
 
 
 class KillServer(Watch):
@@ -113,15 +111,13 @@ class KillServer(Watch):
             fleet = trainer.datamodule._generators._engine.fleet
             self.killed = fleet.serving()[0].name
             # a guard's command line holds that of its server
-            servers = [child for child in family() if "-m vllm.entrypoints" in " ".join(child.cmdline()[:3])]
-            os.kill(servers[0].pid, signal.SIGKILL)
+            servers = [pid for pid, line in family().items() if line.split()[1:2] == ["-m"]]
+            os.kill(servers[0], signal.SIGKILL)
 
     def on_train_end(self, trainer, pl_module):
         fleet = trainer.datamodule._generators._engine.fleet
         # the other server may have finished the run before the dead one is cleared away
-        deadline = time.monotonic() + 60
-        while fleet.restarts == 0 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: fleet.restarts > 0, "a restart", 60)
         self.restarts = fleet.restarts
         self.states = [member.state for member in fleet.members()]
 
@@ -154,4 +150,4 @@ def test_two_servers_in_ray_one_of_which_is_killed_in_mid_step(tmp_path):
     assert watch.restarts >= 1
     assert MemberState.SERVING in watch.states
     assert all(torch.isfinite(parameter).all() for parameter in module.parameters())
-    assert family() == []
+    assert family() == {}
