@@ -11,6 +11,8 @@ _PIECES = 8
 """Into about so many the weights are cut, so that copying one overlaps sending and loading the one before."""
 _SMALLEST_PIECE = 32 * 1024 * 1024
 """Bytes; in less than this a server's answer costs more than the overlap saves."""
+_FIRST_PIECE = 1024 * 1024
+"""Bytes; servers are held when it is complete, which takes them longer than the copy of a few more pieces."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,31 @@ def piece_bytes(num_bytes: int, largest: int) -> int:
 
 
 def split(layout: FlatLayout, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Cut a layout into buckets of at most `bucket_bytes`; a larger tensor is a bucket of its own."""
+    """Cut a layout into a small first bucket and others of at most `bucket_bytes`.
+
+    A larger tensor is a bucket of its own.
+    """
     groups: list[list[TensorSlot]] = []
-    begin = 0
+    begin, limit = 0, bucket_bytes
     for slot in sorted(layout.slots, key=lambda slot: slot.offset):
-        if not groups or slot.offset + slot.num_bytes - begin > bucket_bytes:
+        if not groups or slot.offset + slot.num_bytes - begin > limit:
+            limit = bucket_bytes if groups else min(bucket_bytes, _FIRST_PIECE)
             groups.append([])
             begin = slot.offset
         groups[-1].append(slot)
     return tuple(_bucket(index, slots) for index, slots in enumerate(groups))
+
+
+def join(buckets: Iterable[Bucket], bucket_bytes: int) -> list[Bucket]:
+    """Make neighbours one bucket, of at most `bucket_bytes`: what is complete together travels together."""
+    joined: list[Bucket] = []
+    for bucket in buckets:
+        last = joined[-1] if joined else None
+        if last is None or bucket.index != last.index + 1 or bucket.end - last.begin > bucket_bytes:
+            joined.append(bucket)
+        else:
+            joined[-1] = Bucket(bucket.index, last.slots + bucket.slots, last.begin, bucket.end)
+    return joined
 
 
 def _bucket(index: int, slots: Iterable[TensorSlot]) -> Bucket:

@@ -4,11 +4,12 @@ vLLM is imported here and nowhere else, and only inside functions: importing thi
 leans on vLLM's internals is in `VLLMInternals`.
 """
 
-import contextlib
 import importlib
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.compatibility import EXPECTED, check_policy, check_scheduling
 from lightning_ppo.refit.completeness import check_complete, check_copied, tied_names
-from lightning_ppo.refit.incoming import Incoming
+from lightning_ppo.refit.incoming import Incoming, Named
 
 BACKEND = "lightning_ppo"
 """What `--weight-transfer-config '{"backend": ...}'` names."""
@@ -116,10 +117,15 @@ def make_backend() -> type:
             parallel = self.parallel_config
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._incoming = Incoming(self.device, worker)
-            self._tied: set[str] = set()
             self._loaded: set[str] = set()
             self._is_plain = PLAIN_WEIGHTS in os.environ
             self._copied = 0
+            self._fills: dict[tuple[Any, ...], int] = {}
+
+        @cached_property
+        def _tied(self) -> set[str]:
+            # Found before the first reload: during one, and after one that failed, a tied head is a tensor of its own.
+            return tied_names(self.model)
 
         def init_transfer_engine(self, init_info: Message) -> None:
             """Check that the trainer's policy is the one that is served, or join the trainer's process group."""
@@ -132,8 +138,6 @@ def make_backend() -> type:
 
         def start_weight_update(self) -> None:
             """Make every layer wait for its new tensors."""
-            # A tied head is its embedding's tensor, until the reload makes two of them.
-            self._tied = tied_names(self.model)
             self._loaded = set(self._tied)
             self._copied = 0
             if self._is_plain:
@@ -148,26 +152,36 @@ def make_backend() -> type:
 
         def receive_weights(self, update_info: Message) -> None:
             """Load the tensors of one bucket."""
+            named = self._incoming.receive(update_info.message)
+            if not self._is_plain:
+                self._load(named)
+                return
+            # vLLM skips a tied head, and complains if its other name came in an earlier bucket
+            named = [(name, tensor) for name, tensor in named if name not in self._tied]
+            tensors = tuple((name, tensor.shape) for name, tensor in named)
+            if tensors in self._fills:
+                self._load(named)
+            else:
+                # Counting is slow, and the same tensors fill the same places every time.
+                with self._vllm.copy_counter() as counter:
+                    self._load(named)
+                self._fills[tensors] = counter.copied_numel
+            self._copied += self._fills[tensors]
+
+        def _load(self, named: Named) -> None:
             name = "none"
 
-            def pairs() -> Any:
+            def pairs() -> Iterator[tuple[str, torch.Tensor]]:
                 nonlocal name
-                for name, tensor in self._incoming.receive(update_info.message):
-                    # vLLM skips it, and complains if its other name came in an earlier bucket
-                    if not (self._is_plain and name in self._tied):
-                        yield name, tensor
+                for pair in named:
+                    name = pair[0]
+                    yield pair
 
             try:
-                counter = self._vllm.copy_counter()
-                with counter if self._is_plain else contextlib.nullcontext():
-                    loaded = self.model.load_weights(pairs())
-            except EngineError:
-                raise
+                self._loaded |= self.model.load_weights(pairs()) or set()
             except Exception as error:
                 why = " ".join(str(error).split()) or type(error).__name__
                 raise EngineError(f"weights={name} cannot be loaded ({why}); serve the policy that is sent") from error
-            self._loaded |= loaded or set()
-            self._copied += counter.copied_numel
 
         def finish_weight_update(self) -> None:
             """Check that nothing is missing, and let the layers compute with the new tensors."""
@@ -176,7 +190,7 @@ def make_backend() -> type:
                 return
             check_complete(self.model, self._loaded, self._vllm.layerwise_info, self._vllm.linear)
             self._vllm.finish_reload(self.model, self.model_config)
-            for name in tied_names(self.model):
+            for name in self._tied:
                 module = self.model.get_submodule(name.rpartition(".")[0])
                 # vLLM 0.32 on a CPU: a tied head goes on with its old packed copy unless it is packed again.
                 if isinstance(module, self._vllm.embedding) and module.weight.device.type == "cpu":

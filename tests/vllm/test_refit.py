@@ -124,6 +124,27 @@ def test_one_name_of_tied_tensors_is_enough_and_buffers_do_no_harm(
     check(member.url, policy, requests, sample, score, greedy, 33)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("names", ["both", "one"])
+def test_tied_tensors_stay_tied_after_an_update_that_failed(
+    names, tied_engine, make_update, make_policy, requests, sample, score, greedy
+):
+    """vLLM has made two tensors of them by then."""
+    (member,) = tied_engine.fleet.serving()
+
+    def weights(policy):
+        return [pair for pair in policy.state_dict().items() if names == "both" or pair[0] != "lm_head.weight"]
+
+    half = weights(make_policy(34, tied=True))[:5]
+    (error,) = make_update("shared_memory").update([member.control], half, 34).values()
+    assert "is missing in the update" in str(error)
+    update = make_update("shared_memory")
+    for version in (35, 36):
+        policy = make_policy(version, tied=True)
+        assert update.update([member.control], weights(policy), version) == {}
+        check(member.url, policy, requests, sample, score, greedy, version)
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def plain_server(request, start_engine):
     """Whether embeddings are tied, and a server that keeps matrices as they are sent."""

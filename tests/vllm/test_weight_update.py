@@ -46,6 +46,27 @@ def test_weights_are_copied_while_servers_get_ready(update, fake_server):
         assert fake.paths().count("/update_weights") == 2 * len(WEIGHTS)
 
 
+def test_what_was_copied_while_servers_got_ready_is_sent_at_once(transfer_folder, fake_server):
+    fake = fake_server()
+    update = WeightUpdate(FileTransport(transfer_folder), torch.float32, 2**24, 10.0, clear_cache=True)
+    # the first bucket has room for one of them
+    weights = [(f"w{index}", torch.full((3 * 2**16,), float(index))) for index in range(4)]
+    copied = threading.Event()
+    fake.answers["/pause"] = lambda body: (200, {}) if copied.wait(5) else (500, {"detail": "nothing was copied"})
+
+    def take():
+        yield from weights
+        copied.set()
+
+    try:
+        # the first update takes all tensors before anything else
+        assert update.update([], weights, 1) == {}
+        assert update.update([Control(fake.url)], take(), 2) == {}
+        assert fake.paths().count("/update_weights") == 1
+    finally:
+        update.close()
+
+
 def test_weights_that_break_off_while_servers_get_ready_are_never_sent(update, fake_server):
     fake = fake_server()
     control = Control(fake.url)

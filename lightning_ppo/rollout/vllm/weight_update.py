@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.buckets import Bucket
+from lightning_ppo.refit.buckets import Bucket, join
 from lightning_ppo.refit.host_weights import HostWeights
 from lightning_ppo.refit.incoming import ABANDON
 from lightning_ppo.refit.transport import Lanes, WeightTransport, remaining
@@ -142,7 +142,8 @@ class WeightUpdate:
         try:
             failures = self._begin_all(controls, source, ready, deadline)
             going = [control for control in controls if control.name not in failures]
-            failures |= self._transport.send(host, chain(ready, source), going, deadline)
+            coming = chain(join(ready, self._bucket_bytes), source)
+            failures |= self._transport.send(host, coming, going, deadline)
             going = [control for control in controls if control.name not in failures]
             failures |= _on_all(going, lambda control: control.finish_update(version, remaining(deadline)))
         except BaseException:

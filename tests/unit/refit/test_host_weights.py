@@ -1,12 +1,14 @@
 """The host copy and its buckets."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.buckets import Bucket, piece_bytes, split
+from lightning_ppo.refit.buckets import Bucket, join, piece_bytes, split
 from lightning_ppo.refit.host_weights import HostWeights
 from lightning_ppo.refit.layout import ALIGNMENT, FlatLayout
 
@@ -34,13 +36,35 @@ def test_buckets_cover_every_tensor_once_and_keep_to_their_size(shapes, bucket_b
         assert (rebuilt.slots, rebuilt.begin, rebuilt.end) == (bucket.slots, bucket.begin, bucket.end)
 
 
+@settings(deadline=None, max_examples=60)
+@given(SHAPES, st.integers(1, 700), st.integers(1, 1500), st.data())
+def test_neighbours_that_are_complete_together_become_one_bucket(shapes, bucket_bytes, largest, data):
+    buckets = split(FlatLayout.of(weights_of(shapes)), bucket_bytes)
+    complete = data.draw(st.lists(st.sampled_from(buckets), unique=True)) if buckets else []
+    joined = join(complete, largest)
+    assert [slot for bucket in joined for slot in bucket.slots] == [s for bucket in complete for s in bucket.slots]
+    for bucket in joined:
+        assert bucket in complete or bucket.num_bytes <= largest
+        Bucket.from_message(bucket.to_message())
+    for left, right in itertools.pairwise(joined):
+        assert right.begin < left.end or right.end - left.begin > largest or right not in buckets[left.index + 1 :][:1]
+
+
 MIB = 1024 * 1024
+
+
+def test_the_first_bucket_is_small():
+    layout = FlatLayout.of([(f"w{index}", torch.empty(MIB // 16)) for index in range(10)])
+    assert [len(bucket.slots) for bucket in split(layout, 32 * MIB)] == [4, 6]
+    assert [len(bucket.slots) for bucket in split(layout, MIB // 2)] == [2] * 5
+    (whole,) = join(split(layout, 32 * MIB), 32 * MIB)
+    assert (whole.slots, whole.begin, whole.end) == (layout.slots, 0, layout.num_bytes)
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "largest", "expected"),
     [
-        (4 * MIB, 256 * MIB, 32 * MIB),  # small: one bucket
+        (4 * MIB, 256 * MIB, 32 * MIB),  # small: one bucket after the first
         (800 * MIB, 256 * MIB, 100 * MIB),  # eight of them overlap
         (14_000 * MIB, 256 * MIB, 256 * MIB),
         (800 * MIB, 50_000, 50_000),
