@@ -153,10 +153,17 @@ def check_algorithm(ppo: PPOConfig, rollout: RolloutConfig) -> None:
 
 
 def _check_minibatches(ppo: PPOConfig, rollout: RolloutConfig, ranks: int) -> None:
-    rows = rollout.num_prompts_per_step * rollout.num_generations_per_prompt // ranks
+    groups, left = rollout.num_prompts_per_step, ""
+    if rollout.failures.drop == "skip":
+        # A step is never left without any group; drops because of infrastructure have no other bound per step.
+        is_bounded = rollout.failures.max_consecutive_dropped_prompts == 0
+        groups = max(1, groups - rollout.failures.max_dropped_prompts) if is_bounded else 1
+        left = " that failures.drop=skip may leave"
+    rows = groups * rollout.num_generations_per_prompt // ranks
     for name in ("policy_minibatches", "critic_minibatches"):
-        if getattr(ppo, name) > rows:
-            raise reject(name, getattr(ppo, name), f"is more than the {rows} rows per rank", f"set at most {rows}")
+        value = getattr(ppo, name)
+        if value > rows:
+            raise reject(name, value, f"is more than the {rows} rows per rank{left}", f"set at most {rows}")
 
 
 def check_context(max_positions: int | None, rollout: RolloutConfig) -> None:

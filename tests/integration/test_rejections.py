@@ -166,6 +166,10 @@ def test_wrapped_chunk_loader_is_welcome(make_run):
 STREAMING = {"min_groups_for_streaming_train": 2}
 
 
+def skip(**budgets):
+    return {"failures": ppo.FailureConfig(drop="skip", **budgets)}
+
+
 @pytest.mark.parametrize(
     ("settings", "rollout", "starts_with"),
     [
@@ -178,7 +182,18 @@ STREAMING = {"min_groups_for_streaming_train": 2}
         ({"old_logprobs": "rollout"}, STREAMING, "normalize_advantages=running "),
         ({"old_logprobs": "rollout", "normalize_advantages": "batch"}, STREAMING, "normalize_advantages=batch "),
         ({"policy_minibatches": 9}, {}, "policy_minibatches=9 "),
-        ({"critic_minibatches": 9}, {}, "critic_minibatches=9 "),
+        ({"critic_minibatches": 9}, {}, "critic_minibatches=9 is more than the 8 rows per rank; set at most 8"),
+        (
+            {"critic_minibatches": 5},
+            skip(max_dropped_prompts=2),
+            "critic_minibatches=5 is more than the 4 rows per rank ",
+        ),
+        (
+            {"policy_minibatches": 3},
+            skip(max_consecutive_dropped_prompts=1),
+            "policy_minibatches=3 is more than the 2 ",
+        ),
+        ({"policy_minibatches": 3}, skip(max_dropped_prompts=99), "policy_minibatches=3 is more than the 2 rows "),
         ({}, {"max_response_tokens": 64}, "max_response_tokens=64 "),
     ],
 )
