@@ -99,6 +99,8 @@ class FailureCounts:
     """Attempts beyond the first, since the process started."""
     dropped_prompts: int = 0
     """Over the whole run, restarts included."""
+    engine_restarts: int = 0
+    """Generation servers that were started again, since the process started."""
 
 
 NO_FAILURES = FailureCounts()

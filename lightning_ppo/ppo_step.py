@@ -231,6 +231,7 @@ class PPOStep:
             "advantage/std": advantages.variance**0.5,
             "rollout/retries": float(state.failures.retries),
             "rollout/dropped_prompts": float(state.failures.dropped_prompts),
+            "rollout/engine_restarts": float(state.failures.engine_restarts),
             "step/chunks": float(batch.num_chunks),
             **policy_metrics(policy_stats),
             **critic_metrics(critic_stats),

@@ -117,6 +117,8 @@ class FakeEngine:
         """Ids of requests that their caller cancelled."""
         self.sleeps: list[bool] = []
         """True for every call of `sleep`, False for every call of `wake`, in order."""
+        self.restarts = 0
+        """What it claims; see `Engine.restarts`."""
         self.closed = False
 
     def start(self, spec: PolicySpec) -> None:

@@ -272,7 +272,7 @@ class RolloutDataModule(L.LightningDataModule):
         trainer = self._trainer()
 
         def work(poll: Callable[[], None]) -> list[Share]:
-            claim = self._rank_zero().collector.next_groups(ppo_step, consumed, poll)
+            claim = self._rank_zero().next_groups(poll, ppo_step, consumed)
             return deal(claim, trainer.world_size)
 
         return self._relay().run(work)[trainer.global_rank]

@@ -62,6 +62,11 @@ class PolicySpec:
 class Engine(Protocol):
     """A generation engine. `generate` runs in the collector's event loop; everything else is called by the trainer."""
 
+    @property
+    def restarts(self) -> int:
+        """How often something that died was started again; 0 for an engine that never does that."""
+        ...
+
     def start(self, spec: PolicySpec) -> None:
         """Start the engine and block until it can take weights.
 

@@ -1,11 +1,13 @@
 """Everything that generates, on rank 0: engine, collector, Ray, remote rewards; started, driven and closed together."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_ppo.batch import Prompt, Trajectory
+from lightning_ppo.rollout.claims import Claim
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.engine import Engine, PolicySpec
@@ -80,6 +82,11 @@ class Generators:
         self._has_rollouts = True
         self.collector.start(ppo_step, policy_version)
         self._schedule.start(ppo_step)
+
+    def next_groups(self, poll: Poll, ppo_step: int, consumed: int) -> Claim:
+        """Wait for the next chunk's groups; see `Collector.next_groups`."""
+        claim = self.collector.next_groups(ppo_step, consumed, poll)
+        return replace(claim, failures=replace(claim.failures, engine_restarts=self._engine.restarts))
 
     def refit(self, poll: Poll, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Have the engine serve new weights (none: just the number); `publish` lets rollouts of that version start."""

@@ -161,12 +161,24 @@ def test_a_step_closes_without_what_was_dropped_and_never_trains_a_zero(make_run
     # the next step's rollouts may have failed by then
     assert record.metrics[-1]["rollout/dropped_prompts"] == 3
     assert record.metrics[-1]["rollout/retries"] == 0
+    assert record.metrics[-1]["rollout/engine_restarts"] == 0
     assert [batch.num_sequences for batch in record.batches] == [6, 4, 8]
     assert run.trainer.global_step == 3
     skipped = run.data._position["stream"]["skipped"]
     assert [draw for draw, _ in skipped] == [1, 6, 7]
     assert all("ValueError: no answer" in reason for _, reason in skipped)
     assert run.data._position["stream"]["cursor"] == 12
+
+
+def test_restarts_of_the_engine_are_a_metric(make_run) -> None:
+    engine, record = FakeEngine(), Record()
+
+    class Restart(ppo.PPOCallback):
+        def on_ppo_step_end(self, trainer, pl_module, payload):
+            engine.restarts += 2
+
+    make_run(3, fake=engine, callbacks=[record, Restart()]).fit()
+    assert [metrics["rollout/engine_restarts"] for metrics in record.metrics] == [0, 2, 4]
 
 
 MODES: list[dict[str, Any]] = [

@@ -118,7 +118,7 @@ class KillServer(Watch):
         fleet = trainer.datamodule._generators._engine.fleet
         # the other server may have finished the run before the dead one is cleared away
         wait_for(lambda: fleet.restarts > 0, "a restart", 60)
-        self.restarts = fleet.restarts
+        self.restarts = trainer.datamodule._generators._engine.restarts
         self.states = [member.state for member in fleet.members()]
 
 

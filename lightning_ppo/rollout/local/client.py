@@ -50,6 +50,11 @@ class LocalEngine:
         """Process id of the engine; None before `start`."""
         return None if self._channel is None else self._channel.pid
 
+    @property
+    def restarts(self) -> int:
+        """Always 0: the death of its process ends the run."""
+        return 0
+
     def start(self, spec: PolicySpec) -> None:
         """Start the process and block until it can take weights.
 

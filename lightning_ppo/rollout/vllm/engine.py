@@ -82,6 +82,11 @@ class VLLMEngine:
 
     # ------------------------------------------------------------------ life
 
+    @property
+    def restarts(self) -> int:
+        """Restarts of servers so far, failed ones included."""
+        return 0 if self.fleet is None else self.fleet.restarts
+
     def start(self, spec: PolicySpec) -> None:
         """Start the servers, or reach those of `config.urls`, and block until they can take weights.
 
