@@ -89,18 +89,13 @@ class Ledger:
         """
         self._move(draws, {DrawState.READY}, DrawState.CLAIMED)
 
-    def train(self, draws: Iterable[int], *, unclaimed: bool = False) -> None:
+    def train(self, draws: Iterable[int]) -> None:
         """Claimed groups were trained; the cursor moves over every trained prefix.
 
-        Args:
-            draws: What was trained.
-            unclaimed: Also take draws whose way from hand-out to claim was not recorded.
-
         Raises:
-            ValueError: a draw is not claimed (with `unclaimed`: not handed out, or final already), or named twice.
+            ValueError: a draw is not claimed, or named twice.
         """
-        sources = set(DrawState) - _FINAL if unclaimed else {DrawState.CLAIMED}
-        self._move(draws, sources, DrawState.TRAINED)
+        self._move(draws, {DrawState.CLAIMED}, DrawState.TRAINED)
 
     def regenerate(self, draw: int) -> None:
         """A group is generated again in its place.

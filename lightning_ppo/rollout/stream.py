@@ -4,7 +4,7 @@ import hashlib
 import heapq
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from lightning_ppo.errors import CheckpointError, DataError
@@ -119,14 +119,6 @@ class PromptStream:
             self.ledger.give_back(draw)
             if draw < self._next:
                 heapq.heappush(self._given_back, draw)
-
-    def mark_trained(self, draws: Iterable[int]) -> None:
-        """Record draws as trained, whether or not the steps before that were recorded.
-
-        Raises:
-            ValueError: a draw was not handed out, or is trained or skipped already; nothing is recorded then.
-        """
-        self.ledger.train(draws, unclaimed=True)
 
     @property
     def cursor(self) -> int:

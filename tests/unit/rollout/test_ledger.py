@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import train
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -19,7 +20,6 @@ MOVES: dict[str, Any] = {
     "finish": lambda ledger: ledger.finish(0),
     "claim": lambda ledger: ledger.claim([0]),
     "train": lambda ledger: ledger.train([0]),
-    "train_unclaimed": lambda ledger: ledger.train([0], unclaimed=True),
     "regenerate": lambda ledger: ledger.regenerate(0),
     "give_back": lambda ledger: ledger.give_back(0),
     "skip": lambda ledger: ledger.skip(0, "why"),
@@ -27,16 +27,10 @@ MOVES: dict[str, Any] = {
 # state of draw 0 -> the moves that are legal in it, with the state they lead to
 TABLE: dict[str | None, dict[str, str | None]] = {
     None: {"draw": "drawn", "pass_over": "trained"},
-    "drawn": {"dispatch": "in_flight", "train_unclaimed": "trained", "give_back": None, "skip": "skipped"},
-    "in_flight": {
-        "finish": "ready",
-        "train_unclaimed": "trained",
-        "regenerate": "in_flight",
-        "give_back": None,
-        "skip": "skipped",
-    },
-    "ready": {"claim": "claimed", "train_unclaimed": "trained", "regenerate": "in_flight", "give_back": None},
-    "claimed": {"train": "trained", "train_unclaimed": "trained"},
+    "drawn": {"dispatch": "in_flight", "give_back": None, "skip": "skipped"},
+    "in_flight": {"finish": "ready", "regenerate": "in_flight", "give_back": None, "skip": "skipped"},
+    "ready": {"claim": "claimed", "regenerate": "in_flight", "give_back": None},
+    "claimed": {"train": "trained"},
     "trained": {},
     "skipped": {},
 }
@@ -113,7 +107,7 @@ def test_state_is_plain_and_loads_with_weights_only() -> None:
     for draw in (1, 2, 3, 4):
         ledger.draw(draw)
     ledger.skip(2, "reward is nan")
-    ledger.train([4], unclaimed=True)
+    train(ledger, [4])
     file = io.BytesIO()
     torch.save(ledger.state_dict(), file)
     file.seek(0)
@@ -188,7 +182,6 @@ class Walk(RuleBasedStateMachine):
         calls: dict[str, Any] = {
             "claim": lambda: self.ledger.claim([draw]),
             "train": lambda: self.ledger.train([draw]),
-            "train_unclaimed": lambda: self.ledger.train([draw], unclaimed=True),
             "skip": lambda: self.ledger.skip(draw, "why"),
         }
         call = calls.get(move, lambda: getattr(self.ledger, move)(draw))

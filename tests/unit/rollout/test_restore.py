@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -288,7 +289,7 @@ def test_no_draw_is_lost_and_every_bound_holds(situation: dict[str, Any]) -> Non
     trained = sorted(situation["done"])
     for draw in trained:
         stream.take(draw)
-    stream.mark_trained(trained)
+    train(stream.ledger, trained)
     resumed = PromptStream(7, seed=0)
     resumed.load_state_dict(stream.state_dict())
     for item in items:

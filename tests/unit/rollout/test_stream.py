@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 
 import pytest
+from draws import train
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_interrupted_order_equals_the_uninterrupted_one(stop: int) -> None:
     expected = [whole.row_of(draw) for draw in take(whole, 14)]
     first = PromptStream(7, seed=4)
     rows = [first.row_of(draw) for draw in take(first, min(stop + 3, 14))][:stop]
-    first.mark_trained(range(stop))
+    train(first.ledger, range(stop))
     second = PromptStream(7, seed=4)
     second.load_state_dict(first.state_dict())
     assert second.cursor == stop
@@ -67,7 +68,7 @@ def test_a_resume_hands_out_every_untrained_draw_once_in_order(num_rows: int, ha
     order = list(trained)
     random.Random(0).shuffle(order)
     for draw in order:
-        stream.mark_trained([draw])
+        train(stream.ledger, [draw])
     untrained = [draw for draw in range(handed + 10) if draw not in trained]
     state = stream.state_dict()
     assert state["cursor"] == untrained[0] == stream.cursor
@@ -80,7 +81,7 @@ def test_a_resume_hands_out_every_untrained_draw_once_in_order(num_rows: int, ha
 def test_state_is_plain_and_shared_with_nothing() -> None:
     stream = PromptStream(5, seed=0)
     take(stream, 4)
-    stream.mark_trained([0, 2])
+    train(stream.ledger, [0, 2])
     state = stream.state_dict()
     assert state == {
         "cursor": 1,
@@ -91,18 +92,21 @@ def test_state_is_plain_and_shared_with_nothing() -> None:
         "seed": 0,
         "shuffle": True,
     }
-    stream.mark_trained([1, 3])
+    train(stream.ledger, [1, 3])
     assert state["trained"] == [2]
 
 
 @pytest.mark.parametrize("draws", [[5], [0], [2], [1, 1], [1, 9]])
 def test_draws_that_cannot_be_trained_are_refused_and_nothing_is_recorded(draws: list[int]) -> None:
     stream = PromptStream(5, seed=0)
-    take(stream, 4)
-    stream.mark_trained([0, 2])
+    train(stream.ledger, take(stream, 4)[::2])
+    for draw in (1, 3):
+        stream.ledger.dispatch(draw)
+        stream.ledger.finish(draw)
+    stream.ledger.claim([1, 3])
     before = stream.state_dict()
     with pytest.raises(ValueError, match="cannot become trained"):
-        stream.mark_trained(draws)
+        stream.ledger.train(draws)
     assert stream.state_dict() == before
 
 
@@ -117,7 +121,7 @@ def test_rows_that_are_not_kept_are_passed_over_by_the_cursor_too() -> None:
     stream = PromptStream(4, seed=0, shuffle=False, keep=lambda row: row % 2 == 1)
     draws = take(stream, 4)
     assert draws == [1, 3, 5, 7]
-    stream.mark_trained([1, 3])
+    train(stream.ledger, [1, 3])
     assert stream.cursor == 5
     resumed = PromptStream(4, seed=0, shuffle=False, keep=lambda row: row % 2 == 1)
     resumed.load_state_dict(stream.state_dict())
@@ -150,7 +154,7 @@ def test_one_empty_epoch_is_forgiven() -> None:
 @pytest.mark.parametrize("trained", [2, 3, 4])
 def test_an_epoch_that_was_handed_out_before_the_resume_is_not_empty(trained: int) -> None:
     first = PromptStream(4, seed=0, shuffle=False)
-    first.mark_trained(take(first, trained))
+    train(first.ledger, take(first, trained))
     rest_of_epoch = (4 - trained) % 4
     answers = iter([False] * (rest_of_epoch + 4) + [True])
     resumed = PromptStream(4, seed=0, shuffle=False, keep=lambda row: next(answers))
@@ -160,7 +164,7 @@ def test_an_epoch_that_was_handed_out_before_the_resume_is_not_empty(trained: in
 
 def test_a_resume_does_not_switch_the_guard_off() -> None:
     first = PromptStream(4, seed=0)
-    first.mark_trained(take(first, 4))
+    train(first.ledger, take(first, 4))
     resumed = PromptStream(4, seed=0, keep=lambda row: False)
     resumed.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match="epochs 1 and 2 handed out no prompt"):
@@ -180,7 +184,7 @@ def test_draws_given_back_come_first_lowest_first() -> None:
 def test_a_draw_is_given_back_once_and_only_while_it_is_open() -> None:
     stream = PromptStream(3, seed=0)
     take(stream, 2)
-    stream.mark_trained([0])
+    train(stream.ledger, [0])
     stream.give_back(1)
     for draw in (0, 1, 2):
         with pytest.raises(ValueError, match=f"draw {draw} cannot become given back"):
@@ -192,7 +196,7 @@ def test_draws_taken_out_of_order_are_handed_out_once() -> None:
     stream = PromptStream(3, seed=0)
     stream.take(2)
     stream.take(5)
-    stream.mark_trained([2])
+    train(stream.ledger, [2])
     assert take(stream, 3) == [0, 1, 3]
     with pytest.raises(ValueError, match="draw 5 cannot be handed out: it is drawn already"):
         stream.take(5)
@@ -210,7 +214,7 @@ def test_skipped_draws_stay_skipped_over_a_resume() -> None:
     take(first, 5)
     first.ledger.skip(1, "reward raised")
     first.ledger.skip(4, "timed out")
-    first.mark_trained([0])
+    train(first.ledger, [0])
     assert first.cursor == 2
     resumed = PromptStream(3, seed=0)
     resumed.load_state_dict(first.state_dict())
@@ -228,7 +232,7 @@ def test_a_state_of_an_older_version_loads() -> None:
 @pytest.mark.parametrize("key", ["cursor", "trained", "num_rows", "seed", "shuffle"])
 def test_a_state_without_a_key_is_refused_and_nothing_changes(key: str) -> None:
     stream = PromptStream(5, seed=0)
-    stream.mark_trained(take(stream, 2))
+    train(stream.ledger, take(stream, 2))
     state = PromptStream(5, seed=0).state_dict()
     del state[key]
     before = stream.state_dict()
