@@ -7,8 +7,8 @@ from typing import Any, Self
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.layout import FlatLayout, TensorSlot
 
-_PIECES = 8
-"""Into about so many the weights are cut, so that copying one overlaps sending and loading the one before."""
+_PIECES = 2
+"""Into so many the weights are cut, so that the second is copied beside the load of the first."""
 _SMALLEST_PIECE = 32 * 1024 * 1024
 """Bytes; in less than this a server's answer costs more than the overlap saves."""
 _FIRST_PIECE = 1024 * 1024

@@ -65,7 +65,8 @@ def test_the_first_bucket_is_small():
     ("num_bytes", "largest", "expected"),
     [
         (4 * MIB, 256 * MIB, 32 * MIB),  # small: one bucket after the first
-        (800 * MIB, 256 * MIB, 100 * MIB),  # eight of them overlap
+        (400 * MIB, 256 * MIB, 200 * MIB),  # the second is copied while the first is loaded
+        (800 * MIB, 256 * MIB, 256 * MIB),
         (14_000 * MIB, 256 * MIB, 256 * MIB),
         (800 * MIB, 50_000, 50_000),
         (0, 7, 7),
