@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.testing import FakeEngine
 
 STEPS = 6
+PROMPTS = 4
+"""Per step, in `make_run`."""
 PPO = {"importance_correction": "truncated", "normalize_advantages": "off"}
 DRAINED = {
     "max_lookahead_versions": 1,
@@ -119,10 +122,30 @@ def test_an_asynchronous_run_is_repeated_bit_for_bit(run, rollout, warmup):
     assert steps_of(schedule_of(again)) == steps_of(schedule_of(first))
 
 
+class Spanning(LocalEngine):
+    """What is generated for the next step begins just before the next weights come, one response after the other."""
+
+    def __init__(self):
+        super().__init__(LocalEngineConfig(slots=1))
+        self.version = 0
+
+    async def generate(self, request):
+        draw = int(request.request_id.split("_")[0].removeprefix("draw"))
+        while draw // PROMPTS > self.version:
+            await asyncio.sleep(0.001)
+        return await super().generate(request)
+
+    def update_weights(self, weights, version):
+        self.version = version
+        if version > 0:
+            time.sleep(0.02)
+        super().update_weights(weights, version)
+
+
 @pytest.mark.slow
 def test_responses_that_span_versions_are_repeated_from_their_records(run):
     """With the built-in engine and weights that change in mid-response."""
-    first = run(IN_FLIGHT, fake=local(2), reward=uneven_letters)
+    first = run(IN_FLIGHT, fake=Spanning(), reward=uneven_letters)
     first.fit()
     records = [record for row in steps_of(schedule_of(first)) for record in row["groups"]]
     assert any(len(record) == 5 and record[1] < record[2] for record in records)
