@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draws import draw_of
 
 import lightning_ppo as ppo
 from lightning_ppo.errors import EngineDiedError, RolloutError
@@ -17,10 +18,6 @@ from lightning_ppo.testing import FakeEngine
 
 CORRECTED = {"importance_correction": "truncated"}
 AHEAD = {"max_lookahead_versions": 1, "max_trajectory_age_steps": 1}
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 class Record(ppo.PPOCallback):

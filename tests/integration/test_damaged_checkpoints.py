@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from draws import draw_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
@@ -14,10 +15,6 @@ from lightning_ppo.testing import FakeEngine
 OFF_POLICY = {"importance_correction": "truncated"}
 AHEAD = {"max_lookahead_versions": 2, "max_trajectory_age_steps": 2}
 KEY = "lightning_ppo"
-
-
-def draw_of(request):
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def assert_refused(run, path, match, before):

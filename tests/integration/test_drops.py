@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import draw_of
 
 import lightning_ppo as ppo
 from lightning_ppo.errors import CheckpointError, ConfigError, EngineError, RewardError, StepError
@@ -18,10 +19,6 @@ from lightning_ppo.testing import FakeEngine
 STREAM = {"min_groups_for_streaming_train": 1}
 SKIP = FailureConfig(drop="skip", max_dropped_prompts=3, max_data_attempts=1, backoff_s=0.0)
 REPLACE = FailureConfig(drop="replace", max_dropped_prompts=3, max_data_attempts=1, backoff_s=0.0)
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 class Record(ppo.PPOCallback):

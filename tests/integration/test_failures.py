@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from draws import draw_of
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_ppo as ppo
@@ -67,10 +68,6 @@ class Boundary(ppo.PPOCallback):
 
 def differing(first, second):
     return [name for name in first if not torch.equal(first[name], second[name])]
-
-
-def draw_of(request):
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def assert_closed(run):

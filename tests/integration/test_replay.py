@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draws import draw_of
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_ppo as ppo
@@ -130,8 +131,7 @@ class Spanning(LocalEngine):
         self.version = 0
 
     async def generate(self, request):
-        draw = int(request.request_id.split("_")[0].removeprefix("draw"))
-        while draw // PROMPTS > self.version:
+        while draw_of(request) // PROMPTS > self.version:
             await asyncio.sleep(0.001)
         return await super().generate(request)
 

@@ -6,16 +6,13 @@ from functools import partial
 
 import pytest
 import torch
+from draws import draw_of
 
 import lightning_ppo as ppo
 
 SGD = {f"{name}_optimizer": partial(torch.optim.SGD, lr=0.1) for name in ("policy", "critic")}
 OFF_POLICY = {"importance_correction": "truncated"}
 AHEAD = {"max_lookahead_versions": 2, "max_trajectory_age_steps": 2}
-
-
-def draw_of(request):
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 # ---------------------------------------------------------------- other settings than those of the checkpoint

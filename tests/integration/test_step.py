@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from draws import draw_of
 from transformers import AutoModelForCausalLM
 
 import lightning_ppo as ppo
@@ -64,10 +65,6 @@ def fit(make_run, steps=1, **arguments):
     run = make_run(steps, callbacks=[watch, *arguments.pop("callbacks", ())], **arguments)
     run.fit()
     return run, watch
-
-
-def draw_of(request):
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 # ---------------------------------------------------------------- how often

@@ -279,7 +279,7 @@ def test_a_worker_that_hangs_is_replaced(remote, caplog, is_asynchronous):
         assert str(error) == "took longer than reward_timeout_s=1"
 
         # The call still runs, and its caller's event loop is gone.
-        wait_for(lambda: reward.replacements == 1, "another worker")
+        wait_for(lambda: reward.replacements == 1, "another worker", 30)
         assert ask(reward, "ab", "abc") == [2.0, 3.0]
     assert reward.replacements == 1
     assert "reward_worker_0 (process " in caplog.text
@@ -305,7 +305,7 @@ def test_an_asynchronous_call_that_is_too_slow_is_cancelled_and_its_worker_stays
     slow_one, fast_one = ask(reward, "x", "ab")
     assert isinstance(slow_one, TimeoutError)
     assert fast_one == 2.0
-    wait_for(lambda: mark.exists() and mark.read_text() == "x", "the cancellation")
+    wait_for(lambda: mark.exists() and mark.read_text() == "x", "the cancellation", 30)
     with pytest.raises(
         RewardError, match=r"failed: TimeoutError: took longer than reward_timeout_s=0\.5 \(prompt row 3"
     ):
@@ -340,8 +340,8 @@ def test_cancelling_the_caller_cancels_the_call(remote, tmp_path):
         return task.cancelled()
 
     assert asyncio.run(asyncio.wait_for(cancel(), 30))
-    wait_for(cancelled.exists, "the cancellation in the worker")
-    wait_for(lambda: [worker.outstanding for worker in reward._pool.workers] == [0], "the end of the call")
+    wait_for(cancelled.exists, "the cancellation in the worker", 30)
+    wait_for(lambda: [worker.outstanding for worker in reward._pool.workers] == [0], "the end of the call", 30)
 
 
 def test_cancelled_callers_leave_the_queue(remote, tmp_path):
@@ -390,7 +390,7 @@ def test_after_close_calls_fail_also_those_that_wait(remote):
     assert [type(answer) for answer in answers] == [EngineError] * 2
     assert str(answers[1]) == "the reward workers are closed"
     reward.close()
-    wait_for(lambda: is_gone(pid), "the end of the worker")
+    wait_for(lambda: is_gone(pid), "the end of the worker", 30)
     assert str(ask(reward, "c")[0]) == "the reward workers are closed"
 
 

@@ -238,7 +238,7 @@ def test_nothing_outlives_a_killed_driver(tmp_path):
 
     # These two see the end like the others, and then give their open connections a minute (aiohttp's default).
     slow = {"ray::DashboardAgent", "ray::RuntimeEnvAgent", ""}
-    wait_for(lambda: set(survivors()) <= slow, f"the end of {told}")
+    wait_for(lambda: set(survivors()) <= slow, f"the end of {told}", 30)
     shutil.rmtree(told["folder"], ignore_errors=True)
 
 

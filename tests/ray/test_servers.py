@@ -93,7 +93,7 @@ def info(launch):
                 return False
             return True
 
-        wait_for(answers, f"an answer of {server.name}")
+        wait_for(answers, f"an answer of {server.name}", 30)
         launch.pids.extend((found["pid"], found["child"], server.actor_pid))
         return found
 
@@ -105,8 +105,8 @@ def ends():
     """Wait until a server that answered is dead with all its processes."""
 
     def wait(server, found):
-        wait_for(lambda: not server.is_alive(), f"the end of {server.name}")
-        wait_for(lambda: is_gone(found["pid"]) and is_gone(found["child"]), f"the end of {found}")
+        wait_for(lambda: not server.is_alive(), f"the end of {server.name}", 30)
+        wait_for(lambda: is_gone(found["pid"]) and is_gone(found["child"]), f"the end of {found}", 30)
 
     return wait
 
@@ -140,7 +140,7 @@ def test_two_servers_start_answer_and_stop(launch, info):
     launcher.close()
     assert not servers[1].is_alive()
     assert is_gone(found[1]["pid"])
-    wait_for(lambda: ray.available_resources().get("CPU") == 2, "the return of what was reserved")
+    wait_for(lambda: ray.available_resources().get("CPU") == 2, "the return of what was reserved", 30)
     with pytest.raises(EngineError, match="vLLM server_0 cannot start: its launcher is closed"):
         launcher.launch(0)
 
@@ -190,7 +190,7 @@ def test_a_stubborn_server_is_killed(launch, info):
 
 def test_a_server_that_ends_by_itself_says_why(launch, tmp_path):
     server = launch("say=OSError: [Errno 98] Address already in use", "exit=3", log_folder=tmp_path / "logs").launch(0)
-    wait_for(lambda: not server.is_alive(), "its end")
+    wait_for(lambda: not server.is_alive(), "its end", 30)
     assert server.port_taken()
     assert server.log_tail(5) == ["OSError: [Errno 98] Address already in use"]
     end = server.describe_end()

@@ -9,13 +9,18 @@ import psutil
 Answer = TypeVar("Answer")
 
 
-def wait_for(condition: Callable[[], Answer], what: str = "it", seconds: float = 30.0) -> Answer:
+def wait_for(condition: Callable[[], Answer], what: str = "it", seconds: float = 20.0) -> Answer:
     """Ask until the answer is true, and return it; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.02)
     return answer
+
+
+def command_line(process: psutil.Process) -> str:
+    """Its words, with spaces between them."""
+    return " ".join(process.cmdline())
 
 
 def is_gone(pid: int) -> bool:

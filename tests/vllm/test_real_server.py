@@ -8,7 +8,7 @@ import sys
 
 import psutil
 import pytest
-from processes import descendants, is_gone, wait_for
+from processes import command_line, descendants, is_gone, wait_for
 from transformers import Qwen3Config
 
 HOLDER = """
@@ -45,10 +45,6 @@ while True:
     print(json.dumps([member.state for member in fleet.members()]), flush=True)
     time.sleep(0.2)
 """
-
-
-def command_line(process):
-    return " ".join(process.cmdline())
 
 
 def are_gone(processes):
@@ -90,11 +86,11 @@ def test_a_dead_engine_core_is_noticed_and_kill_9_of_the_trainer_leaves_nothing(
             if sorted(json.loads(line)) == ["dead", "serving"]:
                 break
         assert line, "the fleet ended"
-        wait_for(lambda: are_gone(families[0]), f"the end of {families[0]}")
+        wait_for(lambda: are_gone(families[0]), f"the end of {families[0]}", 30)
         assert not any(is_gone(process.pid) for process in families[1])
         holder.kill()
         holder.wait(10)
-        wait_for(lambda: are_gone(processes), f"the end of {processes}")
+        wait_for(lambda: are_gone(processes), f"the end of {processes}", 30)
     finally:
         for process in [*processes, psutil.Process(holder.pid)] if holder.poll() is None else processes:
             if not is_gone(process.pid):

@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from processes import descendants, wait_for
+from processes import command_line, descendants, wait_for
 
 import lightning_ppo as ppo
 from lightning_ppo.rollout.vllm.member import MemberState
@@ -71,7 +71,7 @@ def _others():
 def family():
     """Command lines of the processes below this one that have to do with vLLM or Ray, and were started by this test."""
     names = ("vllm", "ray::", "raylet", "gcs_server")
-    lines = descendants(lambda child: " ".join(child.cmdline()))
+    lines = descendants(command_line)
     return {
         child.pid: line
         for child, line in lines.items()
@@ -111,7 +111,7 @@ class KillServer(Watch):
             fleet = trainer.datamodule._generators._engine.fleet
             self.killed = fleet.serving()[0].name
             # a guard's command line holds that of its server
-            servers = [pid for pid, line in family().items() if line.split()[1:2] == ["-m"]]
+            servers = [pid for pid, line in family().items() if "-m vllm.entrypoints" in " ".join(line.split()[:3])]
             os.kill(servers[0], signal.SIGKILL)
 
     def on_train_end(self, trainer, pl_module):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from draws import draw_of
 
 from lightning_ppo.errors import ConfigError, RolloutError
 from lightning_ppo.rollout.stream import sample_seed
@@ -28,10 +29,6 @@ def contents(steps: Any) -> list[tuple]:
         for group in chunk
         for row in group.trajectories
     ]
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def test_a_full_batch_is_the_next_draws_in_order_whatever_finishes_first(build, train) -> None:

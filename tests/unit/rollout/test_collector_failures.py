@@ -5,13 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from draws import draw_of
 
 from lightning_ppo.errors import DataError, EngineDiedError, EngineError, RewardError, RolloutError
 from lightning_ppo.testing import FakeEngine
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def threads() -> list[str]:

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draws import draw_of
 
 from lightning_ppo.errors import CheckpointError, DataError
 from lightning_ppo.rollout.schedule import ChunkSchedule
@@ -26,10 +27,6 @@ def contents(steps: Any) -> list[tuple]:
         for group in chunk
         for row in group.trajectories
     ]
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def jitter(request: Any) -> float:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from draws import draw_of
 
 from lightning_ppo.errors import EngineDiedError, EngineError, RewardError, RolloutError
 from lightning_ppo.rollout.engine import SamplingParams
@@ -17,10 +18,6 @@ from lightning_ppo.testing import FakeEngine, make_prompt
 
 WAIT_S = 20
 DRAINED = {"in_flight_weight_updates": False, "max_lookahead_versions": 1}
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def names(engine: FakeEngine, start: int = 0) -> list[str]:

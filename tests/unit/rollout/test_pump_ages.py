@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from draws import draw_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +22,6 @@ from lightning_ppo.rollout.windows import VersionWindow
 from lightning_ppo.testing import CHARACTERS, FakeEngine
 
 READY_FIRST = {"sampler": "ready_first", "max_lookahead_versions": 1, "max_trajectory_age_steps": 1}
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 def names(engine: FakeEngine, draw: int) -> list[str]:

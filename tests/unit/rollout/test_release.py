@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from draws import draw_of
 
 from lightning_ppo.errors import EngineDiedError, RolloutError
 from lightning_ppo.rollout.failure_config import FailureConfig
@@ -14,10 +15,6 @@ WAIT_S = 20
 VICTIM, CULPRIT = 1, 3
 """Draws: the group that waits somewhere, and the one that fails when the test says so."""
 PLACES = ["engine", "reward", "back-off", "hold", "slot"]
-
-
-def draw_of(request: Any) -> int:
-    return int(request.request_id.split("_")[0].removeprefix("draw"))
 
 
 class Scene:
