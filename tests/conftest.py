@@ -17,6 +17,21 @@ from lightning_ppo.rollout.schedule import ChunkSchedule
 from lightning_ppo.testing import CHARACTERS, FakeEngine, char_tokenizer
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Say which tests `pytest -n 2` must run in one process, one after the other; the longest part begins first.
+
+    Those of a file share its fixtures. Those of vLLM share a server; those of Ray must not find another local Ray.
+    """
+    if not getattr(config.option, "loadgroup", False):
+        return
+    servers = Path(__file__).parent / "ray", Path(__file__).parent / "vllm"
+    items.sort(key=lambda item: item.path.parent not in servers)
+    for item in items:
+        name = "servers" if item.path.parent in servers else str(item.path.relative_to(config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Two threads on two busy cores are slower than one; and global state must not leak between tests."""

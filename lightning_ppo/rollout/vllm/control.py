@@ -138,10 +138,6 @@ class Control:
         """Call the weights that are served `version` from now on."""
         self._call("POST", "/update_weight_version", timeout_s, {"new_version": str(version)})
 
-    def reset_prefix_cache(self, timeout_s: float) -> None:
-        """Forget cached keys and values of prompts that no request uses."""
-        self._call("POST", "/reset_prefix_cache", timeout_s)
-
     # ------------------------------------------------------------------ memory
 
     def sleep(self, timeout_s: float, level: int = 2) -> None:
