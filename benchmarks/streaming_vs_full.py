@@ -1,7 +1,10 @@
 """Streaming against full batch on the quickstart task, engine on one core and training on the other.
 
-`python benchmarks/streaming_vs_full.py --steps 20 --rounds 3 --slots 4`
-`python benchmarks/streaming_vs_full.py --engine vllm --steps 10 --rounds 2`
+`python benchmarks/streaming_vs_full.py --steps 40`
+`python benchmarks/streaming_vs_full.py --engine vllm --steps 24`
+
+One run, whose steps take turns: a sampler of our own lets every other step wait until it is complete. So both modes see
+the same engine and the same minutes; on a shared machine whole runs one after the other differ by more than the modes.
 
 With `--engine vllm` one real server generates, and the policy is a random one, whose tokens are all about as likely:
 one in 42 ends a response, so that lengths are geometric, with a long tail up to 192 tokens. Few responses run at once
@@ -15,7 +18,7 @@ costs nothing on a CPU). Then, from refit to refit,
     full batch   F + max(G, V) + P
     streaming    at least F + max(G + p_last, V + P)        (limits.md, section 2)
 
-The second line is the bound. Each step's bound is computed from its own trace. Rounds of both modes alternate.
+The second line is the bound. Each step's bound is computed from its own trace.
 A vLLM server answers a probe after the refit, while it generates already. Those seconds R (inside F) delay the critic
 but not generation, so that F + max(G + p_last, V + P) becomes F - R + max(G + p_last, R + V + P).
 """
@@ -26,6 +29,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +38,37 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import lightning_ppo as ppo
+from lightning_ppo.batch import PromptGroup
 from lightning_ppo.callbacks.refit import WeightRefit
+from lightning_ppo.rollout.samplers import InOrderSampler
 from lightning_ppo.rollout.tail import tail_floor
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIP = 3
-"""First steps of a round; the very first has no critic training to overlap with."""
+SKIP = 4
+"""First steps; the very first has no critic training to overlap with."""
 TRAINER_CORE, SERVER_CORE = 0, 1
 DEFAULTS: dict[str, dict[str, int]] = {
     "local": {"groups": 32, "minimum": 4, "slots": 4, "max_tokens": 48, "layers": 2},
-    "vllm": {"groups": 32, "minimum": 4, "slots": 32, "max_tokens": 192, "layers": 10},
+    "vllm": {"groups": 32, "minimum": 4, "slots": 28, "max_tokens": 192, "layers": 10},
 }
 """By engine. vLLM's steps take milliseconds however little they compute: more layers let training weigh as much."""
+
+
+class TurnsSampler(InOrderSampler):
+    """In order; odd steps are trained in full batch, even ones as they come."""
+
+    capabilities = InOrderSampler.capabilities
+
+    def select(self, buffer: Any, version: int, ppo_step: int, limit: int) -> Sequence[PromptGroup]:
+        """Nothing of an odd step before everything is there."""
+        found = super().select(buffer, version, ppo_step, limit)
+        return found if mode_of(ppo_step) == "streaming" or len(found) == limit else ()
+
+
+def mode_of(ppo_step: int) -> str:
+    """How a step is trained."""
+    return "full" if ppo_step % 2 else "streaming"
 
 
 def exact_match(prompt: str, response: str, answer: str) -> float:
@@ -81,7 +103,7 @@ class Trace(ppo.PPOCallback):
         self.refit = refit
         self.last = 0.0
         self.generation_s: list[float] = []
-        self.rows: list[dict[str, float]] = []
+        self.rows: dict[str, list[dict[str, float]]] = {"full": [], "streaming": []}
 
     def on_chunk_ready(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: Any) -> None:
         """Collect the groups' generation times."""
@@ -95,7 +117,7 @@ class Trace(ppo.PPOCallback):
         overlapped = max(generation + self.tail_fraction * work, proof + times["critic"] + work)
         bound = times["refit"] - proof + overlapped
         if payload.ppo_step > SKIP:
-            self.rows.append(
+            self.rows[mode_of(payload.ppo_step - 1)].append(
                 {
                     "period": now - self.last,
                     "G": generation,
@@ -133,18 +155,18 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {"engine": "vllm", "vllm": vllm}
 
 
-def run(minimum: int, policy: Path, args: argparse.Namespace) -> list[dict[str, float]]:
-    """One round: streaming when `minimum` is below the step's groups."""
-    floor = tail_floor(minimum) if minimum < args.groups else args.groups
+def run(policy: Path, args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Steps of both modes in turns."""
     refit = TimedRefit()
-    trace = Trace(floor / args.groups, refit)
+    trace = Trace(tail_floor(args.minimum) / args.groups, refit)
     module = ppo.PPOModule(
         str(policy),
         ppo=ppo.PPOConfig(normalize_advantages="running", critic_ppo_epochs=args.critic_epochs),
     )
     rollout = ppo.RolloutConfig(
         num_prompts_per_step=args.groups,
-        min_groups_for_streaming_train=minimum,
+        min_groups_for_streaming_train=args.minimum,
+        sampler=f"{Path(__file__).resolve()}:TurnsSampler",
         max_response_tokens=args.max_tokens,
         seed=0,
     )
@@ -153,7 +175,7 @@ def run(minimum: int, policy: Path, args: argparse.Namespace) -> list[dict[str, 
     trainer = L.Trainer(
         strategy=ppo.StreamingPPOStrategy(),
         accelerator="cpu",
-        max_epochs=args.steps + SKIP,
+        max_epochs=2 * args.steps + SKIP,
         callbacks=[refit, trace],
         logger=False,
         enable_checkpointing=False,
@@ -168,8 +190,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=DEFAULTS, default="local")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40, help="of each mode")
     parser.add_argument("--groups", type=int, help="prompt groups per step, of 4 responses each")
     parser.add_argument("--minimum", type=int, help="min_groups_for_streaming_train when streaming")
     parser.add_argument("--slots", type=int, help="few slots make generation the slower part, as with LLMs")
@@ -180,15 +201,12 @@ def main() -> None:
     for name, value in DEFAULTS[args.engine].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    rows: dict[str, list[dict[str, float]]] = {"full": [], "streaming": []}
     with tempfile.TemporaryDirectory() as folder:
         policy = ROOT / "examples" / "tiny_policy"
         if args.engine == "vllm":
             policy = Path(folder) / "policy"
             make_policy(policy, args.layers, args.max_tokens)
-        for _ in range(args.rounds):
-            rows["full"] += run(args.groups, policy, args)
-            rows["streaming"] += run(args.minimum, policy, args)
+        rows = run(policy, args)
 
     def median(mode: str, name: str) -> float:
         return statistics.median(row[name] for row in rows[mode])
