@@ -230,7 +230,7 @@ def measure(size: str, args: argparse.Namespace, watch: Stopwatch) -> tuple[int,
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="smallest first")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="parameters of the policies")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--refits", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2, help="refits of each transport that do not count")
@@ -244,7 +244,6 @@ def main() -> None:
     torch.set_num_threads(1)
     watch = Stopwatch()
     watch.watch_copies()
-    smallest: dict[str, float] = {}
     print(
         "policy       MB   memcpy  transport       refit   ratio  "
         + "".join(f"{part:>8s}" for part in (*PARTS, "other"))
@@ -256,7 +255,6 @@ def main() -> None:
         memcpy = found["memcpy"]["total"]
         for name in args.transports:
             row = found[name]
-            smallest.setdefault(name, row["total"])
             allowed = 2 * memcpy + args.fixed_s
             print(
                 f"{parameters / 1e6:5.1f}M  {num_bytes / 1e6:7.1f}  {memcpy:7.4f}  {name:13s} {row['total']:7.4f}"
@@ -267,7 +265,6 @@ def main() -> None:
             )
         hold, pack = found["hold"]["total"], found["pack"]["total"]
         print(f"       pause and resume alone: {hold:.4f} s; vLLM's packing alone: {pack:.4f} s", flush=True)
-    print("refit of the smallest: " + ", ".join(f"{name} {s:.4f} s" for name, s in smallest.items()))
     print(f"medians of {args.refits}; load {os.getloadavg()[0]:.1f}")
 
 

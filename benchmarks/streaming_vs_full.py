@@ -117,6 +117,7 @@ class Trace(ppo.PPOCallback):
         overlapped = max(generation + self.tail_fraction * work, proof + times["critic"] + work)
         bound = times["refit"] - proof + overlapped
         if payload.ppo_step > SKIP:
+            # the payload counts completed steps, samplers number them from 0
             self.rows[mode_of(payload.ppo_step - 1)].append(
                 {
                     "period": now - self.last,

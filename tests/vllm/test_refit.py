@@ -342,6 +342,7 @@ def test_a_stale_prefix_cache_would_be_noticed(
     assert update.update([control], policy.state_dict().items(), 102) == {}
     (answer,) = sample(url, [probe])
     error = (score(policy, probe, answer) - torch.tensor(answer.logprobs)).abs().max()
+    # the next tests get a server without a stale cache
     control.pause(10.0, clear_cache=True)
     control.resume(10.0)
     assert (error < 1e-4) == clear_cache
