@@ -85,6 +85,9 @@ def _tensors(member: Resident) -> Iterable[Tensor]:
     yield from dict.fromkeys(member.model.parameters())
     yield from dict.fromkeys(member.model.buffers())
     if member.optimizer is not None:
-        for state in member.optimizer.state.values():
-            # step counters of torch's optimizers are meant to stay on the host
-            yield from (v for v in state.values() if isinstance(v, Tensor) and v.dim() > 0)
+        for group in member.optimizer.param_groups:
+            # step counters of torch's optimizers belong on the host, those of fused and captured steps with the rest
+            has_counters_there = group.get("fused") or group.get("capturable")
+            for parameter in group["params"]:
+                states = member.optimizer.state.get(parameter, {}).values()
+                yield from (v for v in states if isinstance(v, Tensor) and (v.dim() > 0 or has_counters_there))

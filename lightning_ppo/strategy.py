@@ -161,7 +161,11 @@ class StreamingPPOStrategy(DDPStrategy):
         if self._residency is not None:
             self._residency.release()
             self._residency = None
-        self._accumulators.clear()
+        while self._accumulators:
+            # the module, which outlives the run, still refers to them
+            accumulator = self._accumulators.pop()
+            accumulator.abort()
+            accumulator.release()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self.lightning_module.trainer.accumulate_grad_batches = 1
             self.lightning_module.trainer.limit_train_batches = 1.0

@@ -160,8 +160,8 @@ class FakeEngine:
         return self._answer(request, start_version)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Keep copies of the weights; serve `version` from now on."""
-        new = {name: tensor.detach().clone() for name, tensor in weights}
+        """Keep copies of the weights, on the host; serve `version` from now on."""
+        new = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         self.weights = new or self.weights
         self.versions.append(version)
         self.version = version
