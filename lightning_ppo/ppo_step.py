@@ -50,7 +50,7 @@ class PPOStep:
     state: StepState | None = None
     _started_s: float = 0.0
     _half_done: int | None = None
-    """The PPO step in which an optimizer has stepped while the rest of it is not done."""
+    """The PPO step that has changed a model or the policy's version while the rest of it is not done."""
 
     def train_chunk(self, chunk: Chunk) -> dict[str, float] | None:
         """Accumulate one chunk; on the closing chunk complete the step.
@@ -102,7 +102,7 @@ class PPOStep:
         return None
 
     def note_update(self) -> None:
-        """Remember that a model has changed: from here on the step must be completed."""
+        """Remember that a model or the policy's version has changed: from here on the step must be completed."""
         self._half_done = None if self.state is None else self.state.ppo_step
 
     def carried_over(self, completed_steps: int) -> dict[str, Any] | None:
@@ -165,6 +165,7 @@ class PPOStep:
                 policy_stats = self._update_policy(batch, plan)
             call_hooks(trainer, PolicyUpdateEnd(state.ppo_step, policy_stats))
         module.policy_version += 1
+        self.note_update()
         if not self._is_colocated:
             self._refit(state)
         strategy.residency.acquire("critic")
@@ -173,12 +174,11 @@ class PPOStep:
         if critic_stats:
             module.step_scheduler("critic")
         if self._is_colocated:
-            # the policy's weights are sent from the device, which then belongs to the engine
-            strategy.residency.acquire("policy")
+            # the device belongs to the engine now; the policy's weights are sent from the host
+            strategy.vacate_device()
             with self.timer.phase("wake"):
                 module.rollouts.wake()
             self._refit(state)
-            strategy.residency.release()
         return self._complete(state, batch, totals, policy_stats, critic_stats)
 
     @property

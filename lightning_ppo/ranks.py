@@ -128,6 +128,6 @@ def _portable(error: BaseException) -> BaseException:
     """Return the error, or its text if other processes could not rebuild it."""
     try:
         pickle.loads(pickle.dumps(error))
-    except (pickle.PickleError, AttributeError, ImportError, TypeError, ValueError):
+    except Exception:  # an error's class may raise anything when it is rebuilt
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

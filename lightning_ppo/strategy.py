@@ -2,9 +2,7 @@
 
 import logging
 import signal
-import threading
-from collections.abc import Callable, Iterable
-from types import FrameType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning as L
@@ -25,6 +23,7 @@ from lightning_ppo.checkpoint_io import WholeCheckpointIO
 from lightning_ppo.errors import CheckpointError, ConfigError, UpdateInProgressError
 from lightning_ppo.ranks import Ranks, Relay
 from lightning_ppo.residency import Residency
+from lightning_ppo.sigterm import SigtermNote
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class StreamingPPOStrategy(DDPStrategy):
         self._closers: list[Callable[[], None]] = []
         self._deferred: dict[str, bool] = {}
         self._open_step: int | None = None
-        self._received_sigterm = False
+        self._sigterm = SigtermNote()
         self.on_busy_checkpoint = "defer"
         """What a save inside a step does: `defer` it to the end of the step, or `error` (see `CheckpointExclusion`)."""
 
@@ -89,6 +88,12 @@ class StreamingPPOStrategy(DDPStrategy):
         """Leave models on the host; they take turns on the device (see `residency`)."""
 
     @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Leave the state beside its model on the host; Lightning would put that of both models on the device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    @override
     def configure_ddp(self) -> None:
         """Start every rank from rank 0's weights, without a wrapper."""
         if self.world_size > 1 and self.lightning_module is not None:
@@ -119,27 +124,11 @@ class StreamingPPOStrategy(DDPStrategy):
         self._take_over_sigterm()
         mark_saved(self._trainer())
 
-    @override
-    def on_validation_start(self) -> None:
-        self._take_over_sigterm()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._take_over_sigterm()
-
     def _take_over_sigterm(self) -> None:
-        """Replace Lightning's handler on several ranks: it broadcasts from wherever the program happens to be.
+        if self.world_size > 1:
+            self._sigterm.take_over(self.launcher)
 
-        That collective would pair with another one of the other ranks. Ours leaves a note, and `relay` makes all ranks
-        leave together. Lightning puts the handler from before the run back at the end.
-        """
-        if self.world_size > 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._note_sigterm)
-
-    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if not self._received_sigterm and self.launcher is not None:
-            self.launcher.kill(signal.SIGTERM)
-        self._received_sigterm = True
+    on_validation_start = on_predict_start = _take_over_sigterm
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -161,11 +150,11 @@ class StreamingPPOStrategy(DDPStrategy):
         if self._residency is not None:
             self._residency.release()
             self._residency = None
-        while self._accumulators:
+        for accumulator in self._accumulators:
             # the module, which outlives the run, still refers to them
-            accumulator = self._accumulators.pop()
             accumulator.abort()
             accumulator.release()
+        self._accumulators.clear()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             self.lightning_module.trainer.accumulate_grad_batches = 1
             self.lightning_module.trainer.limit_train_batches = 1.0
@@ -197,9 +186,18 @@ class StreamingPPOStrategy(DDPStrategy):
         return Relay(
             self.ranks,
             self.broadcast,
-            is_stopped=lambda: self._received_sigterm or self._trainer().received_sigterm,
+            is_stopped=lambda: self._sigterm.is_received or self._trainer().received_sigterm,
             stop=lambda: SIGTERMException(128 + signal.SIGTERM),
         )
+
+    def vacate_device(self) -> None:
+        """Give all memory of the training device back, for an engine that runs there too. Between updates only."""
+        self.residency.release()
+        for accumulator in self._accumulators:
+            accumulator.release()
+        if self.root_device.type == "cuda":
+            # freed memory stays with this process otherwise
+            torch.cuda.empty_cache()
 
     def accumulator(self, parameters: Iterable[nn.Parameter]) -> GradientAccumulator:
         """Make gradient buffers for a model."""
