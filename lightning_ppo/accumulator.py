@@ -136,8 +136,9 @@ class GradientAccumulator:
         try:
             for slot in self._slots:
                 parameter = slot.parameter
-                grad = flat[slot.start : slot.stop].view_as(parameter)
-                parameter.grad = grad.to(parameter.device, parameter.dtype)
+                grad = flat[slot.start : slot.stop].view_as(parameter).to(parameter.device, parameter.dtype)
+                # fused kernels walk through memory and take for granted that strides are the same
+                parameter.grad = grad if parameter.is_contiguous() else torch.empty_like(parameter).copy_(grad)
             yield
         finally:
             for slot in self._slots:

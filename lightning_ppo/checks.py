@@ -82,12 +82,13 @@ def _check_trainer(trainer: L.Trainer) -> None:
         if precision == "bf16-true":
             why = "rounds small updates away"
         raise reject("trainer.precision", precision, why, f"set one of {', '.join(PRECISIONS)}")
-    for name, neutral in (("limit_train_batches", (1.0, MAX_CHUNKS)), ("overfit_batches", (0.0,))):
+    for name, neutral in (("overfit_batches", (0.0,)), ("limit_train_batches", (1.0, MAX_CHUNKS))):
         value = getattr(trainer, name)
-        if value not in neutral:
+        # for Lightning 1 is one batch, and 1.0 all of them
+        if value not in neutral or (value == 1 and isinstance(value, int)):
             raise reject(f"trainer.{name}", value, "would cut a PPO step short", "leave it and set max_epochs")
     interval = trainer.val_check_interval
-    if interval != 1.0:
+    if interval != 1.0 or isinstance(interval, int):
         raise reject(
             "trainer.val_check_interval", interval, "counts chunks, not PPO steps", "set check_val_every_n_epoch"
         )

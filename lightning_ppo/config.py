@@ -142,6 +142,22 @@ class PPOConfig:
                 "kl_coef", 0, f"switches kl_placement={self.kl_placement} off", "set kl_coef > 0, or kl_placement=none"
             )
 
+        if self.truncated_responses == "mask" and self.bootstrap_truncated:
+            raise reject(
+                "bootstrap_truncated",
+                True,
+                "has no effect with truncated_responses=mask",
+                "set truncated_responses=keep or penalize, or bootstrap_truncated=false",
+            )
+
+        if self.truncated_responses != "penalize" and self.truncation_penalty != PPOConfig.truncation_penalty:
+            raise reject(
+                "truncation_penalty",
+                self.truncation_penalty,
+                f"has no effect with truncated_responses={self.truncated_responses}",
+                "set truncated_responses=penalize, or drop it",
+            )
+
     def _check_importance(self) -> None:
         if self.importance_clip_max is not None:
             check_number("importance_clip_max", self.importance_clip_max, 0, open_low=True)

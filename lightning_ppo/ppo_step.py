@@ -2,7 +2,9 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -159,11 +161,11 @@ class PPOStep:
             num_sequences=int(totals.sequences),
         )
         call_hooks(trainer, RolloutBatchComplete(batch))
-        policy_stats: tuple[PolicyStats, ...] = ()
+        policy_stats: list[list[PolicyStats]] = []
         if state.policy_is_trainable:
             with self.timer.phase("policy"):
                 policy_stats = self._update_policy(batch, plan)
-            call_hooks(trainer, PolicyUpdateEnd(state.ppo_step, policy_stats))
+            call_hooks(trainer, PolicyUpdateEnd(state.ppo_step, tuple(chain.from_iterable(policy_stats))))
         module.policy_version += 1
         self.note_update()
         if not self._is_colocated:
@@ -192,28 +194,33 @@ class PPOStep:
                 module.trainer, module, module.policy_version, weights_changed=state.policy_is_trainable
             )
 
-    def _update_policy(self, batch: StepBatch, plan: ChunkPlan) -> tuple[PolicyStats, ...]:
+    def _update_policy(self, batch: StepBatch, plan: ChunkPlan) -> list[list[PolicyStats]]:
         module, update = self.module, self.policy_update
         self.strategy.residency.acquire("policy")
-        if module.ppo.updates_per_step == 1:
-            stats = [update.finish(self.normalizer.coefficients(plan))]
-        else:
-            stats = []
-            for epoch in range(module.ppo.ppo_epochs):
-                seed = (module.seed + 1, batch.ppo_step, epoch)
-                for rows in shuffled_minibatches(batch.rows, module.ppo.policy_minibatches, seed):
+        epochs: list[list[PolicyStats]] = []
+        for epoch in range(module.ppo.ppo_epochs):
+            epochs.append([])
+            seed = (module.seed + 1, batch.ppo_step, epoch)
+            for rows in shuffled_minibatches(batch.rows, module.ppo.policy_minibatches, seed):
+                if module.ppo.updates_per_step > 1:
                     update.begin()
                     update.train_chunk(rows, plan, f"policy epoch {epoch} of PPO step {batch.ppo_step}")
-                    stats.append(update.finish(self.normalizer.coefficients(plan)))
+                stats = update.finish(self.normalizer.coefficients(plan))
+                epochs[-1] += [] if stats is None else [stats]
+        if not any(epochs):
+            raise StepError(
+                f"no policy update of PPO step {batch.ppo_step} had a trained token of importance weight above 0, and "
+                "nothing was updated; widen importance_clip_min and importance_clip_max, or let rollouts be less old"
+            )
         module.step_scheduler("policy")
-        return tuple(stats)
+        return epochs
 
     def _complete(
         self,
         state: StepState,
         batch: StepBatch,
         totals: StepTotals,
-        policy_stats: tuple[PolicyStats, ...],
+        policy_stats: Sequence[Sequence[PolicyStats]],
         critic_stats: tuple[tuple[CriticStats, ...], ...],
     ) -> dict[str, float]:
         module, trainer = self.module, self.module.trainer
@@ -233,7 +240,7 @@ class PPOStep:
             "rollout/dropped_prompts": float(state.failures.dropped_prompts),
             "rollout/engine_restarts": float(state.failures.engine_restarts),
             "step/chunks": float(batch.num_chunks),
-            **policy_metrics(policy_stats),
+            **policy_metrics(policy_stats, module.ppo),
             **critic_metrics(critic_stats),
             **module.learning_rates(),
             **self._times(totals),

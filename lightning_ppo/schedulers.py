@@ -4,10 +4,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-from torch.optim import AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim import LBFGS, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
-from lightning_ppo.validation import reject
+from lightning_ppo.errors import ConfigError
+from lightning_ppo.validation import check_count, check_number, reject
+
+_CANNOT_STEP: dict[type, str] = {
+    LBFGS: "computes the loss again within a step, which accumulated gradients do not allow",
+    ReduceLROnPlateau: "needs a metric at every tick, and a PPO step's are not known yet",
+}
 
 
 class LinearWarmupDecay(LambdaLR):
@@ -17,12 +23,19 @@ class LinearWarmupDecay(LambdaLR):
         optimizer: The optimizer.
         warmup_steps: PPO steps until the full rate; the first step already has 1/warmup_steps of it.
         total_steps: PPO steps until the final rate, which then stays.
-        final_fraction: The final rate as a fraction of the full one.
+        final_fraction: The final rate as a fraction of the full one, 0 to 1.
+
+    Raises:
+        ConfigError: a number is out of range.
     """
 
     def __init__(
         self, optimizer: Optimizer, warmup_steps: int = 0, total_steps: int = 100, final_fraction: float = 0.0
     ) -> None:
+        check_count("warmup_steps", warmup_steps, 0)
+        check_count("total_steps", total_steps)
+        check_number("final_fraction", final_fraction, 0, 1)
+
         def factor(step: int) -> float:
             rise = min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
             return rise * (1.0 - (1.0 - final_fraction) * min(1.0, step / total_steps))
@@ -34,15 +47,21 @@ def build(field: str, make: Callable[[Any], Any], argument: Any) -> Any:
     """Make an optimizer or a schedule.
 
     Raises:
-        ConfigError: it refuses its settings.
+        ConfigError: it refuses its settings, or cannot be stepped the way a PPO step does.
     """
     try:
-        return make(argument)
-    except (ValueError, TypeError) as error:
+        made = make(argument)
+    except ConfigError as error:
+        raise ConfigError(f"{field}.{error}") from error
+    except (ValueError, TypeError, ZeroDivisionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise reject(
             field, getattr(make, "__name__", make), f"is refused ({reason})", "correct its settings"
         ) from error
+    for kind, why in _CANNOT_STEP.items():
+        if isinstance(made, kind):
+            raise reject(field, kind.__name__, why, "set another one")
+    return made
 
 
 def default_learning_rate(parameters: int, *, tiny: float, large: float) -> float:

@@ -165,6 +165,12 @@ class RunningCentre:
         biased_mean = self.decay * self.biased_mean + (1.0 - self.decay) * batch_mean
         return RunningCentre(self.decay, biased_mean, self.steps + 1)
 
+    def with_decay(self, decay: float) -> "RunningCentre":
+        """Return the same centre, known from as many steps, that goes on with another decay."""
+        if decay == self.decay:
+            return self
+        return RunningCentre(decay, self.centre * (1.0 - decay**self.steps), self.steps)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers."""
         return {"decay": self.decay, "biased_mean": self.biased_mean, "steps": self.steps}

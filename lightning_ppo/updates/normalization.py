@@ -96,8 +96,8 @@ class AdvantageNormalizer:
         return self.running.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved running centre."""
-        self.running = RunningCentre.from_state_dict(state)
+        """Continue from a saved running centre, with the decay of this run."""
+        self.running = RunningCentre.from_state_dict(state).with_decay(self.running.decay)
 
     def commit(self) -> None:
         """Let the step, now completed, move the running centre."""

@@ -96,31 +96,32 @@ class PolicyUpdate(SplitUpdate):
             )
         self._check(losses, rows, where)
 
-    def finish(self, coefficients: dict[str, float]) -> PolicyStats:
+    def finish(self, coefficients: dict[str, float]) -> PolicyStats | None:
         """Divide by the global count, clip, and make one optimizer step. A collective over all ranks.
 
         Args:
             coefficients: Factor of each gradient buffer.
 
+        Returns:
+            What the update was; None if it is one of several in its PPO step and had nothing to learn from: no trained
+            token on any rank, or only tokens of importance weight 0. The optimizer step is skipped then.
+
         Raises:
-            StepError: no token was trained on any rank, every trained token has importance weight 0, or the gradient is
-                NaN or infinite; nothing was updated.
+            StepError: the step's only update had nothing to learn from, or the gradient is NaN or infinite; nothing was
+                updated.
         """
         if not self._has_regularizer:
             # a buffer of the model's size, and its sum over ranks, for nothing but zeros
             coefficients = {name: factor for name, factor in coefficients.items() if name != REGULARIZER}
         sums = self._sums.reduced(self._ranks)
-        count = sums["tokens"] if self.config.loss_level == "token" else sums["sequences"]
-        if count == 0:
-            raise StepError("policy update has no trained token on any rank; nothing was updated")
         tokens = sums["tokens"]
+        count = tokens if self.config.loss_level == "token" else sums["sequences"]
         mismatch_max, raw_weight_max = self._sums.largest(self._ranks, "mismatch", "raw_weight")
         if sums["zeroed"] == tokens:
-            raise StepError(
-                f"importance_correction={self.config.importance_correction} gave every trained token weight 0 "
-                f"(largest weight before the bounds: {raw_weight_max:.3g}), and nothing was updated; widen "
-                "importance_clip_min and importance_clip_max, or let rollouts be less old"
-            )
+            if self.config.updates_per_step == 1:
+                raise StepError(self._nothing_to_learn(tokens, raw_weight_max))
+            self.abort()
+            return None
         norm = self._step(coefficients, count, self.config.max_grad_norm)
         return PolicyStats(
             loss=sum(factor * sums[f"loss_{name}"] for name, factor in coefficients.items()) / count,
@@ -140,6 +141,15 @@ class PolicyUpdate(SplitUpdate):
             importance_masked_fraction=sums["zeroed"] / tokens,
             num_tokens=int(tokens),
             num_sequences=int(sums["sequences"]),
+        )
+
+    def _nothing_to_learn(self, tokens: float, raw_weight_max: float) -> str:
+        if tokens == 0:
+            return "policy update has no trained token on any rank; nothing was updated"
+        return (
+            f"importance_correction={self.config.importance_correction} gave every trained token weight 0 "
+            f"(largest weight before the bounds: {raw_weight_max:.3g}), and nothing was updated; widen "
+            "importance_clip_min and importance_clip_max, or let rollouts be less old"
         )
 
     @property

@@ -73,6 +73,17 @@ class Unportable(Exception):
         super().__init__(f"{code} {reason}")
 
 
+class Unnameable(Exception):
+    """Rebuilding it raises what no rebuilding should."""
+
+    def __init__(self, *reasons):
+        super().__init__()
+        self.reason = reasons[0]
+
+    def __str__(self):
+        return self.reason
+
+
 def test_result_reaches_every_rank_after_heartbeats(pair):
     def work(poll):
         for _ in range(5):
@@ -99,13 +110,16 @@ def test_error_reaches_every_rank(pair, error):
     assert second.args == error.args
 
 
-def test_error_that_cannot_travel_arrives_as_its_text(pair):
+@pytest.mark.parametrize(
+    ("error", "text"), [(Unportable(1, "boom"), "Unportable: 1 boom"), (Unnameable("boom"), "Unnameable: boom")]
+)
+def test_error_that_cannot_travel_arrives_as_its_text(pair, error, text):
     def work(poll):
-        raise Unportable(1, "boom")
+        raise error
 
     first, second = pair.run(work)
-    assert isinstance(first, Unportable)
-    assert str(second) == "Unportable: 1 boom"
+    assert first is error
+    assert str(second) == text
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lightning_ppo as ppo
+from lightning_ppo.testing import FakeEngine
 
 VARIANTS = {
     "default": {},
@@ -95,6 +96,32 @@ def test_one_model_at_a_time_is_there(on_gpu, gpu, cut):
     # weights, and two moments once it was trained, of the one that is there; gradients of both stay where they are
     for found in watch.found:
         assert policy + critic < found <= 4 * policy + critic + 4 * CRUMBS
+
+
+class Neighbour(FakeEngine):
+    """An engine on the same GPU: what it finds there when it comes back."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu, self.found = gpu, []
+
+    def wake(self):
+        self.found.append(self.gpu.num_bytes())
+        super().wake()
+
+    def update_weights(self, weights, version):
+        pairs = list(weights)
+        if version > 0:
+            self.found.append(self.gpu.num_bytes())
+        super().update_weights(pairs, version)
+
+
+def test_a_colocated_engine_finds_it_empty(on_gpu, gpu, cut):
+    engine = Neighbour(gpu)
+    before = gpu.num_bytes()
+    on_gpu(2, fake=engine, rollout={**cut(4), "colocated": True}).fit()
+    assert len(engine.found) == 4
+    assert max(engine.found) <= before + 2 * CRUMBS
 
 
 def test_validation_and_prediction(on_gpu, gpu, tmp_path):

@@ -405,6 +405,31 @@ def test_failing_critic_after_the_refit_moves_no_counter(make_run):
         run.fit()
 
 
+def test_a_warm_up_step_that_failed_after_the_refit_is_not_trained_on(make_run):
+    """No model has changed, but the generators serve the next version: every later step would be one version off."""
+
+    class Fails(ppo.CriticEpochs):
+        def train(self, trainer, pl_module, batch):
+            raise Boom("critic")
+
+    run = make_run(3, callbacks=[Fails()], ppo_settings={"critic_warmup_steps": 2})
+    with pytest.raises(Boom, match="critic"):
+        run.fit()
+    assert (run.trainer.global_step, run.module.policy_version) == (0, 1)
+    with pytest.raises(CheckpointError, match=r"^PPO step 0 failed after an update[^\n]*; resume with ckpt_path="):
+        run.fit()
+
+
+def test_a_step_whose_updates_are_all_skipped_fails(make_run, cut):
+    bounds = {"importance_correction": "icepop", "importance_clip_min": 1.0, "importance_clip_max": 1.0}
+    run = make_run(1, rollout=cut(4), ppo_settings={"ppo_epochs": 2, "policy_minibatches": 2, **bounds})
+    before = run.weights()
+    with pytest.raises(StepError, match=r"^no policy update of PPO step 0 had a trained token of importance weight"):
+        run.fit()
+    assert differing(before, run.weights()) == []
+    assert_closed(run)
+
+
 # ---------------------------------------------------------------- prompts
 
 

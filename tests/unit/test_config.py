@@ -138,6 +138,16 @@ def test_every_setting_is_documented(kind):
         ({"kl_placement": "loss"}, "kl_coef=0 switches kl_placement=loss off; set kl_coef > 0, or kl_placement=none"),
         ({"kl_coef": 0.1}, "kl_coef=0.1 has no effect with kl_placement=none; set kl_placement=reward or loss"),
         (
+            {"truncated_responses": "mask", "bootstrap_truncated": True},
+            "bootstrap_truncated=True has no effect with truncated_responses=mask; "
+            "set truncated_responses=keep or penalize, or bootstrap_truncated=false",
+        ),
+        (
+            {"truncation_penalty": 5.0},
+            "truncation_penalty=5.0 has no effect with truncated_responses=keep; "
+            "set truncated_responses=penalize, or drop it",
+        ),
+        (
             {"old_logprobs": "rollout", "importance_correction": "token"},
             "importance_correction=token has no effect with old_logprobs=rollout (every weight is 1); "
             "set importance_correction=none, or old_logprobs=recompute",

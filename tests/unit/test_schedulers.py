@@ -46,6 +46,35 @@ def test_default_optimizers():
         assert (group["lr"], group["betas"], group["weight_decay"]) == (rate, (0.9, 0.99), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"total_steps": 0}, "policy_scheduler.total_steps=0 is not a valid count; set a whole number >= 1"),
+        ({"total_steps": -10}, "policy_scheduler.total_steps=-10 is not a valid count; set a whole number >= 1"),
+        ({"warmup_steps": -5}, "policy_scheduler.warmup_steps=-5 is not a valid count; set a whole number >= 0"),
+        (
+            {"final_fraction": -0.5},
+            "policy_scheduler.final_fraction=-0.5 is out of range; set a finite number >= 0 and <= 1",
+        ),
+    ],
+)
+def test_a_schedule_never_climbs_the_loss(settings, message):
+    """A negative rate would train towards worse responses."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    with pytest.raises(ConfigError) as caught:
+        build("policy_scheduler", partial(LinearWarmupDecay, **settings), optimizer)
+    assert str(caught.value) == message
+
+
+def test_what_a_ppo_step_cannot_step():
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"^critic_optimizer=LBFGS computes the loss again .*; set another one$"):
+        build("critic_optimizer", torch.optim.LBFGS, layer.parameters())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match=r"^policy_scheduler=ReduceLROnPlateau needs a metric .*; set another one$"):
+        build("policy_scheduler", torch.optim.lr_scheduler.ReduceLROnPlateau, optimizer)
+
+
 def test_refused_settings_are_one_line():
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"^policy_optimizer=.* is refused \(.*-1.*\); correct its settings$"):

@@ -120,6 +120,23 @@ def test_parameters_that_are_not_contiguous(dtype):
         assert torch.equal(weight.grad, 2 * factors)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_optimizers_step_parameters_that_are_not_contiguous(fused):
+    """Fused kernels walk through memory: a gradient of other strides would go to other elements, without a word."""
+    start = torch.arange(12.0).view(4, 3)
+    weights = [nn.Parameter(start.clone()), nn.Parameter(start.t().contiguous().t())]
+    assert [weight.is_contiguous() for weight in weights] == [True, False]
+    for weight in weights:
+        optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
+        accumulator = _accumulator(weight)
+        for step in range(2):
+            flat = _accumulate(accumulator, lambda weight=weight, step=step: (weight * (start - 5 - step)).sum())
+            with accumulator.as_grads(flat):
+                assert weight.grad.stride() == weight.stride()
+                optimizer.step()
+    assert torch.equal(*weights)
+
+
 def test_sparse_embedding_gradients():
     embedding = nn.Embedding(4, 2, sparse=True)
     accumulator = _accumulator(embedding.weight)

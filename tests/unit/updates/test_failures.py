@@ -8,6 +8,7 @@ import torch
 
 from lightning_ppo.errors import StepError, UpdateInProgressError
 from lightning_ppo.ranks import Ranks
+from lightning_ppo.step_metrics import critic_metrics
 
 
 def _model(kit, kind):
@@ -110,6 +111,35 @@ def test_a_wholly_masked_policy_step(kit, mode, level):
         rig.update.abort()
     assert rig.gradients == []
     assert rig.backward_passes == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_wholly_masked_policy_minibatch(kit, level):
+    """One of several minibatches may be all masked, as the critic's: it is passed over."""
+    masked = kit.random_rows(3, seed=68, masked=(0, 1, 2))
+    rows = kit.random_rows(3, seed=69)
+    settings = kit.config(normalize_advantages="off", loss_level=level, policy_minibatches=2, old_logprobs="rollout")
+    masked, rows = (
+        [dataclasses.replace(row, old_logprobs=row.trajectory.rollout_logprobs) for row in some]
+        for some in (masked, rows)
+    )
+    rig = kit.Rig(kit.tiny_policy(), settings)
+    assert rig.step([masked]) is None
+    assert rig.gradients == []
+    assert torch.equal(rig.gradient([rows]), kit.Rig(kit.tiny_policy(), settings).gradient([rows]))
+
+
+def test_skipped_critic_updates_are_in_no_mean(kit):
+    rig = kit.Rig(kit.tiny_critic(), kit.config())
+    skipped = rig.step([kit.random_rows(3, seed=66, masked=(0, 1, 2))])
+    first, second = rig.step([kit.random_rows(3, seed=67)]), rig.step([kit.random_rows(1, seed=70)])
+    metrics = critic_metrics([(skipped, first), (first, skipped, second)])
+    assert (metrics["critic/loss"], metrics["critic/grad_norm"]) == (first.loss, first.grad_norm)
+    tokens = first.num_tokens + second.num_tokens
+    expected = (first.num_tokens * first.loss + second.num_tokens * second.loss) / tokens
+    assert metrics["critic/loss_last_epoch"] == pytest.approx(expected, rel=1e-12)
+    assert metrics["critic/grad_norm_last_epoch"] == pytest.approx((first.grad_norm + second.grad_norm) / 2)
+    assert critic_metrics([]) == critic_metrics([(skipped,)]) == {}
 
 
 def test_a_wholly_masked_critic_minibatch(kit):

@@ -195,17 +195,63 @@ def test_the_mismatch_is_to_the_trainer_whatever_the_ratio_is_to(kit, epochs):
     assert reported.token_mult_prob_error > 1.1
 
 
-def test_names_in_the_logs(kit):
-    """Mismatch of the first update; means over the updates, but the largest weight of any of them."""
+@pytest.mark.parametrize("kind", ["icepop", "sequence_mask"])
+def test_a_minibatch_without_any_weight_is_skipped(kit, kind):
+    """One of several in a step: the optimizer, and with it the momentum, does not move; the next one is as ever."""
     policy = kit.tiny_policy()
-    rig = kit.Rig(policy, kit.config(importance_correction="token"))
-    first, second = rig.step([_rows(kit, policy)[2:]]), rig.step([_rows(kit, policy)[:2]])
-    metrics = policy_metrics((first, second))
-    assert metrics["rollout/token_mult_prob_error"] == first.token_mult_prob_error
-    assert metrics["rollout/sampler_mismatch_max"] == first.sampler_mismatch_max
-    assert metrics["policy/importance_weight_raw_max"] == second.importance_weight_raw_max
-    mean = (first.importance_weight_raw_mean + second.importance_weight_raw_mean) / 2
-    assert metrics["policy/importance_weight_raw_mean"] == mean
-    assert {"policy/importance_weight_mean", "policy/importance_masked_fraction"} <= metrics.keys()
-    assert "policy/out_of_bounds_fraction" in metrics
-    assert policy_metrics(()) == {}
+    useless = _rows(kit, policy, {name: [-2.0] * len(gaps) for name, gaps in GAPS.items()})
+    settings = kit.config(normalize_advantages="off", policy_minibatches=2, importance_correction=kind, **KINDS[kind])
+    rig = kit.Rig(policy, settings)
+    rows = [dataclasses.replace(row, old_logprobs=row.trajectory.rollout_logprobs) for row in _rows(kit, policy)]
+    useless = [dataclasses.replace(row, old_logprobs=row.trajectory.rollout_logprobs - 2.0) for row in useless]
+    assert rig.step([useless]) is None
+    assert rig.gradients == []
+    assert rig.step([rows]).num_tokens == sum(row.trained_tokens for row in rows)
+    assert torch.equal(rig.gradients[-1], kit.Rig(policy, settings).gradient([rows]))
+
+
+def _two_updates(kit, **settings):
+    """Stats of two minibatches with different numbers of rows and of tokens per row."""
+    policy = kit.tiny_policy()
+    rig = kit.Rig(policy, kit.config(normalize_advantages="off", **settings))
+    rows = _rows(kit, policy)
+    stats = rig.step([rows[2:]]), rig.step([rows[:2]])
+    assert len({entry.num_tokens / entry.num_sequences for entry in stats}) == 2
+    return stats
+
+
+def test_metrics_of_a_step_are_means_over_its_tokens(kit):
+    """verl 2952 and its kin: a mean of minibatches' means weighs tokens of short minibatches more."""
+    stats = _two_updates(kit, importance_correction="token")
+    tokens = [entry.num_tokens for entry in stats]
+    metrics = policy_metrics([stats], kit.config())
+    for name in ("loss", "entropy", "clip_fraction", "importance_weight_raw_mean", "importance_masked_fraction"):
+        expected = sum(n * getattr(entry, name) for n, entry in zip(tokens, stats, strict=True)) / sum(tokens)
+        assert metrics[f"policy/{name}"] == pytest.approx(expected, rel=1e-12)
+    assert metrics["policy/grad_norm"] == pytest.approx(sum(entry.grad_norm for entry in stats) / 2, rel=1e-12)
+    assert metrics["policy/importance_weight_raw_max"] == max(entry.importance_weight_raw_max for entry in stats)
+    assert policy_metrics([], kit.config()) == policy_metrics([[]], kit.config()) == {}
+    assert policy_metrics([stats[:1]], kit.config())["policy/loss"] == stats[0].loss
+
+
+def test_the_loss_of_a_step_at_sequence_level_is_a_mean_over_its_rows(kit):
+    stats = _two_updates(kit, loss_level="sequence")
+    rows = [entry.num_sequences for entry in stats]
+    expected = sum(n * entry.loss for n, entry in zip(rows, stats, strict=True)) / sum(rows)
+    metrics = policy_metrics([stats], kit.config(loss_level="sequence"))
+    assert metrics["policy/loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_sampler_is_compared_with_what_was_there_before_the_first_update(kit):
+    first, second = _two_updates(kit, importance_correction="token")
+    later = dataclasses.replace(first, sampler_mismatch_max=99.0, token_mult_prob_error=99.0, sampler_mismatch_kl=99.0)
+    # recomputed log-probs are from before the first update in every minibatch of the first epoch
+    metrics = policy_metrics([(first, second), (later, later)], kit.config(ppo_epochs=2, policy_minibatches=2))
+    tokens = first.num_tokens, second.num_tokens
+    both = tokens[0] * first.token_mult_prob_error + tokens[1] * second.token_mult_prob_error
+    assert metrics["rollout/token_mult_prob_error"] == pytest.approx(both / sum(tokens), rel=1e-12)
+    assert metrics["rollout/sampler_mismatch_max"] == max(first.sampler_mismatch_max, second.sampler_mismatch_max)
+    # without them only the first minibatch saw the policy that was
+    alone = policy_metrics([(first, later)], kit.config(old_logprobs="rollout", policy_minibatches=2))
+    assert alone["rollout/sampler_mismatch_max"] == first.sampler_mismatch_max
+    assert alone["rollout/token_mult_prob_error"] == first.token_mult_prob_error

@@ -151,6 +151,22 @@ def test_running_centre_follows_the_mean_of_whole_steps(kit):
     assert RunningCentre.from_state_dict(normalizer.running.state_dict()) == normalizer.running
 
 
+def test_a_resumed_run_takes_its_own_decay(kit):
+    """The centre goes on from where it was, known from as many steps."""
+    saved = AdvantageNormalizer("running", 0.9, Ranks.single())
+    for mean in (3.0, 5.0):
+        saved.running = saved.running.updated(mean)
+    same, other = (AdvantageNormalizer("running", decay, Ranks.single()) for decay in (0.9, 0.5))
+    same.load_state_dict(saved.state_dict())
+    assert same.running == saved.running
+    other.load_state_dict(saved.state_dict())
+    assert other.running.decay == 0.5
+    assert other.running.centre == pytest.approx(saved.running.centre, rel=1e-12)
+    # at that decay and step the new mean counts for 0.5 / (1 - 0.5 ** 3)
+    expected = saved.running.centre + (9.0 - saved.running.centre) * 0.5 / (1 - 0.5**3)
+    assert other.running.updated(9.0).centre == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_step_that_failed_does_not_move_the_centre(kit):
     normalizer = AdvantageNormalizer("running", 0.9, Ranks.single())
     normalizer.begin()
