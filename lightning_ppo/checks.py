@@ -76,6 +76,13 @@ def _check_trainer(trainer: L.Trainer) -> None:
             "is not supported: each model has its own",
             "set ppo.max_grad_norm and ppo.max_critic_grad_norm",
         )
+    if trainer.gradient_clip_algorithm is not None:
+        raise reject(
+            "trainer.gradient_clip_algorithm",
+            trainer.gradient_clip_algorithm.value,
+            "is not supported: gradients are clipped by their norm",
+            "set ppo.max_grad_norm and ppo.max_critic_grad_norm",
+        )
     precision = trainer.precision
     if precision not in PRECISIONS:
         why = "changes its loss scale between chunks" if "16-mixed" in precision else "is not supported"

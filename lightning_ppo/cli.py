@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Checkpoint, OnExceptionCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -164,10 +165,16 @@ class PPOCLI(LightningCLI):
             raise ConfigError(
                 f"data.validation_prompts=None leaves nothing to {self.subcommand}; give a jsonl file of prompts"
             )
+        folder = Path(str(config.trainer.default_root_dir or "runs"))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"cannot be made ({error.strerror})"
+            raise reject("trainer.default_root_dir", folder, why, "give another folder") from error
         if config.trainer.logger in (None, True):
             files = config.get("config") or []
             init_args = {
-                "save_dir": str(config.trainer.default_root_dir or "runs"),
+                "save_dir": str(folder),
                 "name": Path(str(files[-1])).stem if files else "run",
                 # Lightning's placeholder metric has no meaning here
                 "default_hp_metric": False,
@@ -272,9 +279,11 @@ class PPOCLI(LightningCLI):
         folder = self.trainer.log_dir
         if not self.trainer.loggers or folder is None:
             return "no logger, no files"
-        names = ("checkpoints", "config.yaml", "train.log", "engine.log", "schedule.jsonl", "samples.md")
+        names = ("metrics.csv", "checkpoints", "config.yaml", "train.log", "engine.log", "schedule.jsonl", "samples.md")
         found = [name for name in names if (Path(folder) / name).exists()]
-        return f"files in {folder}: {', '.join(['TensorBoard events', *found])}"
+        if any(isinstance(logger, TensorBoardLogger) for logger in self.trainer.loggers):
+            found.insert(0, "TensorBoard events")
+        return f"files in {folder}: {', '.join(found)}"
 
 
 def _weights_only(arguments: dict[str, Any]) -> dict[str, Any]:

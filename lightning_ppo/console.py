@@ -24,7 +24,7 @@ from lightning_ppo.errors import (
 SETTING_ERRORS = (ConfigError, DataError, CheckpointError, MisconfigurationException)
 """Something that was given cannot be used; exit code 2."""
 
-RUN_ERRORS = (RewardError, EngineError, RolloutError, StepError, UpdateInProgressError)
+RUN_ERRORS = (RewardError, EngineError, RolloutError, StepError, UpdateInProgressError, OSError)
 """The run failed; exit code 1."""
 
 

@@ -42,7 +42,7 @@ def export_checkpoint(checkpoint: str | Path, directory: str | Path, policy: str
 
     Raises:
         CheckpointError: the file is missing, no checkpoint of a run, or holds policy and critic of different steps.
-        ConfigError: the directory holds something, or `policy` is needed or unusable.
+        ConfigError: the directory holds something or cannot be made, or `policy` is needed or unusable.
     """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -53,8 +53,11 @@ def export_checkpoint(checkpoint: str | Path, directory: str | Path, policy: str
     if tokenizer_folder is None or not Path(tokenizer_folder).is_dir():
         raise reject("policy", tokenizer_folder, "has no tokenizer", "give the run's policy folder with --policy")
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise reject("directory", target, f"cannot be made ({error.strerror})", "give another one") from error
     try:
         for name, auto in _PARTS.items():
             config = _config(ours.get(f"{name}_config"), tokenizer_folder, is_critic=name == "critic")

@@ -56,7 +56,7 @@ def build(field: str, make: Callable[[Any], Any], argument: Any) -> Any:
     except (ValueError, TypeError, ZeroDivisionError) as error:
         reason = str(error).strip().splitlines()[0]
         raise reject(
-            field, getattr(make, "__name__", make), f"is refused ({reason})", "correct its settings"
+            field, getattr(make, "__name__", type(make).__name__), f"is refused ({reason})", "correct its settings"
         ) from error
     for kind, why in _CANNOT_STEP.items():
         if isinstance(made, kind):

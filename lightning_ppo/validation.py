@@ -35,4 +35,4 @@ def check_number(field: str, value: Any, low: float, high: float = math.inf, *, 
 def check_count(field: str, value: Any, low: int = 1) -> None:
     """Raise `ConfigError` unless `value` is a whole number of at least `low`."""
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    require(ok, field, value, "is not a valid count", f"set a whole number >= {low}")
+    require(ok, field, repr(value), "is not a valid count", f"set a whole number >= {low}")

@@ -14,12 +14,16 @@ class CheckpointExclusion(PPOCallback):
     """Keeps checkpoints out of the window from a step's first chunk until its counters have moved.
 
     Args:
-        mode: `defer` writes the checkpoint at the end of the step under the name asked for; `error` raises.
+        mode: `defer` writes the checkpoint at the end of the step under the name asked for; `error` raises. None means
+            the class's own.
     """
 
-    def __init__(self, mode: Literal["defer", "error"] = "defer") -> None:
-        check_choice("mode", mode, ("defer", "error"))
-        self.mode = mode
+    mode: Literal["defer", "error"] = "defer"
+
+    def __init__(self, mode: Literal["defer", "error"] | None = None) -> None:
+        if mode is not None:
+            self.mode = mode
+        check_choice("mode", self.mode, ("defer", "error"))
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

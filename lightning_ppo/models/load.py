@@ -1,5 +1,6 @@
 """Models and tokenizers from Hugging Face folders, with one-line errors."""
 
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def load_tokenizer(folder: str, field: str = "policy") -> PreTrainedTokenizerBas
     Raises:
         ConfigError: the folder is missing or has no tokenizer.
     """
-    _check_folder(folder, field)
+    if not Path(folder).is_dir():
+        raise reject(field, folder, "is not a Hugging Face folder (no such folder)", "give the path of one")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -42,7 +44,7 @@ def load_policy(folder: str, dtype: torch.dtype = torch.float32, field: str = "p
     """Load a causal language model.
 
     Raises:
-        ConfigError: the folder is missing, holds no causal language model, or lacks some of its weights.
+        ConfigError: `folder` is no path, is missing, holds no causal language model, or lacks some of its weights.
     """
     _check_folder(folder, field)
     try:
@@ -104,6 +106,8 @@ def _takes_long(folder: str) -> bool:
 
 
 def _check_folder(folder: str, field: str) -> None:
+    if not isinstance(folder, (str, os.PathLike)):
+        raise reject(field, type(folder).__name__, "is no path", "save the model and give its folder")
     if not (Path(folder) / "config.json").is_file():
         raise reject(field, folder, "is not a Hugging Face folder (no config.json)", "give the path of one")
 

@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from lightning_ppo.batch import FinishReason, Prompt
 from lightning_ppo.errors import RewardError
 from lightning_ppo.imports import import_object
@@ -48,7 +50,7 @@ class RewardFunction:
 
     Raises:
         ConfigError: a parameter without default is neither `prompt`, `response` nor a column; a parameter can only be
-            passed by position; or a column is called `response`.
+            passed by position; there is none to pass by name; or a column is called `response`.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class RewardFunction:
         if "response" in columns:
             raise reject("column", "response", "hides the sampled response from the reward", "rename the column")
         try:
-            parameters = inspect.signature(self._reward).parameters.values()
+            # a torch module's own signature says nothing: it passes everything on
+            called = self._reward.forward if isinstance(self._reward, nn.Module) else self._reward
+            parameters = inspect.signature(called).parameters.values()
         except (TypeError, ValueError) as error:
             raise reject("reward", self._name, "has no signature to inspect", "wrap it in a Python function") from error
         kinds = inspect.Parameter
@@ -74,6 +78,8 @@ class RewardFunction:
             parameter for parameter in parameters if parameter.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
         ]
         self._names = frozenset(parameter.name for parameter in named)
+        if not named and not self._takes_all:
+            raise reject("reward", self._name, "takes nothing by name", "give it prompt, response or columns")
         known = _BUILT_IN | columns | {"finish_reason"}
         for parameter in named:
             if parameter.kind is kinds.POSITIONAL_ONLY:

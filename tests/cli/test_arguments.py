@@ -121,6 +121,8 @@ BAD = [
     (["--config", "nowhere.yaml"], "File does not exist"),
     (["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist"),
     (["--ckpt_path", "README.md"], "ckpt_path=README.md is no checkpoint of lightning_ppo"),
+    (["--trainer.default_root_dir", "README.md/x"], "trainer.default_root_dir=README.md/x cannot be made (Not a dir"),
+    (["--trainer.gradient_clip_algorithm", "norm"], "trainer.gradient_clip_algorithm=norm is not supported"),
     (["--trainer.strategy", "ddp"], "strategy=DDPStrategy cannot run PPO steps"),
     (["--trainer.strategy", "nothing"], "invalid strategy name"),
     (["--trainer.precision", "16-mixed"], "trainer.precision=16-mixed changes its loss scale"),

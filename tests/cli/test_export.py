@@ -124,6 +124,14 @@ def test_missing_file_and_used_folder_are_refused(folder, trained, tmp_path):
         export_checkpoint(checkpoint, tmp_path / "out")
 
 
+def test_a_folder_that_cannot_be_made_is_refused(folder, trained, tmp_path):
+    checkpoint = save(trained, tmp_path / "x.ckpt", folder=folder)
+    with pytest.raises(
+        ConfigError, match=r"^directory=.*/x.ckpt/deep/out cannot be made \(Not a directory\); give another"
+    ):
+        export_checkpoint(checkpoint, checkpoint / "deep" / "out")
+
+
 def test_policy_folder_is_asked_for_when_it_is_needed(folder, trained, policy_folder, tmp_path):
     checkpoint = save(trained, tmp_path / "x.ckpt")
     with pytest.raises(ConfigError, match="policy=None has no tokenizer; give the run's policy folder with --policy"):

@@ -294,10 +294,15 @@ def test_own_refit_decides_what_the_engine_serves(make_run):
     assert all(not tensor.any() for tensor in run.fake.weights.values())
 
 
-def test_own_exclusion_decides_what_a_busy_save_does(make_run, tmp_path):
+@pytest.mark.parametrize("through", ["attribute", "argument"])
+def test_own_exclusion_decides_what_a_busy_save_does(make_run, tmp_path, through):
     class Strict(ppo.CheckpointExclusion):
-        def __init__(self):
-            super().__init__(mode="error")
+        if through == "attribute":
+            mode = "error"
+        else:
+
+            def __init__(self):
+                super().__init__(mode="error")
 
     class Save(ppo.PPOCallback):
         def on_chunk_end(self, trainer, pl_module, payload):

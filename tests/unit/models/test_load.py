@@ -136,7 +136,7 @@ def test_an_architecture_that_has_no_language_model(tmp_path):
     ("load", "field"), [(load_policy, "policy"), (load_critic, "critic"), (load_tokenizer, "policy")]
 )
 def test_not_a_folder(load, field, tmp_path):
-    message = _rejected(load, tmp_path / "nowhere", "no config.json")
+    message = _rejected(load, tmp_path / "nowhere", "is not a Hugging Face folder")
     assert message.startswith(f"{field}=")
 
 
@@ -151,4 +151,15 @@ def test_tokenizer(kit, tmp_path):
     char_tokenizer().save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).eos_token_id == char_tokenizer().eos_token_id
     shutil.rmtree(tmp_path)
-    _rejected(load_tokenizer, tmp_path, "no config.json")
+    _rejected(load_tokenizer, tmp_path / "nowhere", "no such folder")
+
+
+def test_a_folder_of_a_tokenizer_alone(tmp_path):
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink(missing_ok=True)
+    assert load_tokenizer(str(tmp_path)).eos_token_id == char_tokenizer().eos_token_id
+
+
+def test_a_model_is_no_folder(kit):
+    with pytest.raises(ConfigError, match=r"^policy=LlamaForCausalLM is no path; save the model and give its folder$"):
+        load_policy(kit.causal_lm("llama"))

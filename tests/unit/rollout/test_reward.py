@@ -41,6 +41,23 @@ def test_keyword_arguments_get_every_column() -> None:
     assert seen == {"prompt": "^a=", "answer": "a", "other": 2}
 
 
+class RewardModel(torch.nn.Module):
+    def forward(self, response, answer):
+        return torch.tensor(float(response == answer))
+
+
+def test_a_torch_module_gets_what_its_forward_names() -> None:
+    assert call(RewardModel(), answer="r", other=2) == 1.0
+    with pytest.raises(ConfigError, match=r"^reward=RewardModel asks for answer, which is neither prompt nor "):
+        RewardFunction(RewardModel(), frozenset({"other"}))
+
+
+def test_positions_alone_are_refused() -> None:
+    """It would be called with nothing at all."""
+    with pytest.raises(ConfigError, match=r"^reward=.*takes nothing by name; give it prompt, response or columns$"):
+        RewardFunction(lambda *arguments: float(len(arguments)), frozenset({"answer"}))
+
+
 def test_finish_reason_when_named_unless_a_column_has_the_name() -> None:
     def reward(finish_reason):
         return {"length": 1.0, "stop": 2.0, "column": 3.0}[finish_reason]
