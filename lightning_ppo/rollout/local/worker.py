@@ -82,8 +82,12 @@ class Worker:
                 commands = commands + inbox.get()
             for command in commands:
                 self._carry_out(command)
-            scheduler = self._scheduler
-            finished = scheduler.step(self._version) if scheduler is not None and scheduler.is_busy else None
+            self._step()
+
+    def _step(self) -> None:
+        # nothing that outlives this call may refer to the scheduler: sleep would not give its memory back
+        if self._scheduler is not None and self._scheduler.is_busy:
+            finished = self._scheduler.step(self._version)
             if finished is not None:
                 self._replies.send(finished)
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import queue
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import Generation, PolicySpec
@@ -228,3 +230,35 @@ def test_nothing_holds_the_memory_of_a_sleeping_engine(worker) -> None:
     made._carry_out(SetSleep(True))
     gc.collect()
     assert [ref() for ref in alive] == [None] * 3
+
+
+class Night(BaseException):
+    """Ends `serve`, which runs for ever."""
+
+
+@BACKENDS
+def test_what_the_scheduler_held_is_free_before_the_device_gives_its_memory_back(
+    worker, request_of, monkeypatch, backend: str
+) -> None:
+    made, replies = worker(backend)
+    scheduler = weakref.ref(made._scheduler)
+    inbox = queue.SimpleQueue()
+    inbox.put([Submit(7, request_of((1, 2, 3), seed=4))])
+    seen = []
+
+    def send(reply: Any) -> None:
+        if isinstance(reply, Finished):
+            inbox.put([SetSleep(True)])
+        elif reply == Done(3):
+            raise Night
+
+    monkeypatch.setattr(replies, "send", send)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(scheduler()))
+    gc.disable()
+    try:
+        with pytest.raises(Night):
+            made.serve(inbox)
+    finally:
+        gc.enable()
+    assert seen == [None]
