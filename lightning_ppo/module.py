@@ -30,7 +30,6 @@ from lightning_ppo.ppo_step import PPOStep, make_ppo_step
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.reporting import report
 from lightning_ppo.rollout.datamodule import RolloutDataModule
-from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.report import records, summary
 from lightning_ppo.schedulers import build, default_critic_optimizer, default_policy_optimizer
 from lightning_ppo.strategy import StreamingPPOStrategy
@@ -184,10 +183,9 @@ class PPOModule(L.LightningModule):
         self.policy.temperature = rollouts.rollout.temperature
         if self.reference is not None:
             self.reference.temperature = rollouts.rollout.temperature
-        self._context = context or 2**16
         self.streaming_strategy.add_closer(rollouts.close)
         vocabulary = self.policy.model.config.vocab_size
-        rollouts.prepare(self.tokenizer, self._context, vocabulary, self.ppo.critic_warmup_steps)
+        rollouts.prepare(self.tokenizer, context or 2**16, vocabulary, self.ppo.critic_warmup_steps)
 
     @override
     def configure_optimizers(self) -> Any:
@@ -220,8 +218,7 @@ class PPOModule(L.LightningModule):
 
     def _start_engine(self) -> None:
         config_json = self.policy.model.config.to_json_string(use_diff=False)
-        spec = PolicySpec(config_json, self._context)
-        if self.rollouts.start_engine(spec, self.export_policy(), self.policy_version):
+        if self.rollouts.start_engine(config_json, self.export_policy(), self.policy_version):
             self.callback(WeightRefit).verify(self, self.policy_version)
 
     # ------------------------------------------------------------------ training

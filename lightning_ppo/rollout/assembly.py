@@ -1,4 +1,4 @@
-"""Building what generates for training: engine, collector, and whatever an earlier run left to be repeated."""
+"""Building what generates: engine, collector, and whatever an earlier run left to be repeated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.data_sets import DataSets
 from lightning_ppo.rollout.engine import Engine
+from lightning_ppo.rollout.generators import Generators
 from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.local import LocalEngine
 from lightning_ppo.rollout.local.config import LocalEngineConfig
@@ -116,6 +118,45 @@ def build_engine(
         make_launcher=make_launcher,
         is_here=is_here,
     )
+
+
+def build_generators(
+    engine: Engine,
+    data: DataSets,
+    config: RolloutConfig,
+    place: RunPlace,
+    ray: "RayRuntime | None",
+    *,
+    tokenizer: Any,
+    is_reproducible: bool,
+) -> Generators:
+    """Build everything that generates, none of it started yet.
+
+    Args:
+        engine: Generates.
+        data: Prompts, reward, and the tokens that end a response.
+        config: Settings.
+        place: The run.
+        ray: Places servers and reward workers; None without.
+        tokenizer: Decodes.
+        is_reproducible: Whether the engine's responses depend on request, seed and weights only.
+
+    Raises:
+        ConfigError: see `build_collector`.
+        DataError: see `build_collector`.
+        CheckpointError: see `build_collector`.
+    """
+    collector, schedule = build_collector(
+        engine,
+        data.train,
+        data.reward,
+        config,
+        place,
+        tokenizer=tokenizer,
+        stop_token_ids=data.stop_token_ids,
+        is_reproducible=is_reproducible,
+    )
+    return Generators(engine, collector, data, config, ray, schedule)
 
 
 def build_collector(

@@ -1,5 +1,6 @@
 """Settings of the rollouts: a frozen dataclass that checks itself. Each engine has its own beside its code."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -171,6 +172,11 @@ class RolloutConfig:
             )
         if self.record_rollouts:
             require(self.journal, "record_rollouts", True, "keeps the journal, which is off", "set journal=True")
+
+    @property
+    def run_seed(self) -> int:
+        """`seed`, or Lightning's global seed as it is now."""
+        return self.seed if self.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
 
     @property
     def is_streaming(self) -> bool:

@@ -1,7 +1,6 @@
 """RolloutDataModule: prompts and a reward in, chunks of rewarded responses out, on every rank."""
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,27 +14,25 @@ from typing_extensions import override
 from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.errors import RolloutError
 from lightning_ppo.ranks import Relay
-from lightning_ppo.rollout.assembly import RunPlace, build_collector, build_engine, build_ray, chosen_engine
+from lightning_ppo.rollout.assembly import RunPlace, build_engine, build_generators, build_ray, chosen_engine
 from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.data_sets import DataSets, Rows
 from lightning_ppo.rollout.deal import Share, deal
-from lightning_ppo.rollout.engine import Engine, PolicySpec
+from lightning_ppo.rollout.engine import Engine
 from lightning_ppo.rollout.generators import Generators
+from lightning_ppo.rollout.last_run import LastRun
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
 from lightning_ppo.rollout.local.config import LocalEngineConfig
-from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.ray.config import RayConfig
-from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.trainer_process import TrainerProcess
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
-from lightning_ppo.validation import reject, require
+from lightning_ppo.validation import reject
 
 if TYPE_CHECKING:
     from lightning_ppo.rollout.ray.runtime import RayRuntime
 
 log = logging.getLogger(__name__)
-
-Rows = str | Path | Sequence[Mapping[str, Any]]
 
 VALIDATION_BATCH = 1024
 """Prompts sampled together in validation; the engine keeps its slots full by itself."""
@@ -75,17 +72,12 @@ class RolloutDataModule(L.LightningDataModule):
         self.rollout = rollout
         self.engine_config = chosen_engine(engine, local, vllm)
         self.ray_config = ray
-        self.run_seed = rollout.seed if rollout.seed is not None else int(os.environ.get("PL_GLOBAL_SEED", 0))
-        self._train_set: PromptSet | None = None
-        self._validation_set: PromptSet | None = None
-        self._position: dict[str, Any] = {}
-        """State of the last run's collector, for a save after `fit` and for another `fit` that goes on."""
-        self._position_of: L.Trainer | None = None
-        """Whose run it was, so that a run that failed in its first step is not taken for a new one."""
+        self._seed: int | None = None
+        self._data: DataSets | None = None
+        self._last = LastRun()
         self._generators: Generators | None = None
         """On rank 0."""
         self._ray: RayRuntime | None = None
-        self._stop_token_ids: tuple[int, ...] = ()
         self._engine_is_up = False
         self._process: TrainerProcess | None = None
         self._directory: Path | None = None
@@ -95,6 +87,11 @@ class RolloutDataModule(L.LightningDataModule):
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
         return build_engine(self.engine_config, self.rollout, self._directory, self._ray, log.info)
+
+    @property
+    def run_seed(self) -> int:
+        """Seed of the run; before there is one, of one that began now."""
+        return self.rollout.run_seed if self._seed is None else self._seed
 
     def prepare(self, tokenizer: Any, max_context_tokens: int, vocabulary: int, warmup_steps: int = 0) -> None:
         """Load and check all prompts, and the reward's signature. Nothing is started.
@@ -109,39 +106,35 @@ class RolloutDataModule(L.LightningDataModule):
             DataError: a row cannot be used.
             ConfigError: the reward asks for a column that is not there, or the policy lacks a token of the tokenizer.
         """
-        size, why = len(tokenizer), f"is more tokens than the policy's {vocabulary}"
-        require(size <= vocabulary, "tokenizer", size, why, "use the policy's own")
-        longest = max_context_tokens - self.rollout.max_response_tokens
-        self._train_set = PromptSet(self.prompts, tokenizer, longest)
-        timeout_s = self.rollout.reward_timeout_s
-        reward = RewardFunction(self.reward, self._train_set.columns, timeout_s)
-        if self.validation_prompts is not None:
-            self._validation_set = PromptSet(self.validation_prompts, tokenizer, longest)
-            RewardFunction(self.reward, self._validation_set.columns, timeout_s)
-        ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self._stop_token_ids = ends if self.rollout.stop_token_ids is None else self.rollout.stop_token_ids
+        self._seed = self._last.seed(self.trainer, self.rollout.run_seed)
+        self._data = DataSets.load(
+            self.prompts,
+            self.validation_prompts,
+            self.reward,
+            self.rollout,
+            tokenizer=tokenizer,
+            policy_context=max_context_tokens,
+            vocabulary=vocabulary,
+        )
         # a collective, so it is asked for here and not by rank 0 alone
         self._directory = self._run_directory()
         if not self._trainer().is_global_zero:
             return
         self._ray = build_ray(self.engine_config, self.rollout, self.ray_config)
-        engine = self.make_engine()
         max_steps = self._trainer().max_epochs if self._trainer().state.fn == TrainerFn.FITTING else None
-        collector, schedule = build_collector(
-            engine,
-            self._train_set,
-            reward,
+        self._generators = build_generators(
+            self.make_engine(),
+            self._data,
             self.rollout,
             RunPlace(self.run_seed, self._trainer().world_size, warmup_steps, self._directory, max_steps),
+            self._ray,
             tokenizer=tokenizer,
-            stop_token_ids=self._stop_token_ids,
             is_reproducible=not isinstance(self.engine_config, VLLMConfig),
         )
-        self._generators = Generators(engine, collector, reward, self._train_set[0], self.rollout, self._ray, schedule)
-        if self._position and (self._trainer().global_step > 0 or self._position_of is self.trainer):
-            collector.load_state_dict(self._position)
+        if self._last.goes_on(self.trainer, self._trainer().global_step):
+            self._generators.collector.load_state_dict(self._last.position)
 
-    def start_engine(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> bool:
+    def start_engine(self, config_json: str, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> bool:
         """Start generation's processes with the policy's weights, unless they run already. A collective.
 
         Returns:
@@ -150,19 +143,20 @@ class RolloutDataModule(L.LightningDataModule):
         if self._engine_is_up:
             return False
         self._process = TrainerProcess.confine(self.engine_config)
-        self._relay().run(lambda poll: self._rank_zero().start(spec, weights, policy_version))
+        self._relay().run(lambda poll: self._rank_zero().start(config_json, weights, policy_version))
         self._engine_is_up = True
         return True
 
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
         """Start generating for training."""
+        self._last.began(self.trainer, self.run_seed)
         if self._generators is not None:
             self._generators.start_rollouts(ppo_step, policy_version)
 
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
         if self._generators is not None and (position := self._generators.close()):
-            self._position, self._position_of = position, self.trainer
+            self._last.position = position
         self._generators = self._ray = None
         self._engine_is_up = False
         if self._process is not None:
@@ -214,19 +208,11 @@ class RolloutDataModule(L.LightningDataModule):
             prompts: What to answer.
             namespace: Separates seeds from those of training.
             num_samples: Responses per prompt.
+
+        Raises:
+            DataError: a prompt is longer than all of the data sets.
         """
-
-        def work(poll: Callable[[], None]) -> list[Trajectory]:
-            return self._rank_zero().collector.jobs.sample(
-                prompts,
-                seed_namespace=namespace,
-                num_samples=num_samples,
-                sampling=self.rollout.validation_sampling(self._stop_token_ids),
-                timeout_s=self.rollout.timeout_s,
-                poll=poll,
-            )
-
-        return self._relay().run(work)
+        return self._relay().run(lambda poll: self._rank_zero().sample(poll, prompts, namespace, num_samples))
 
     # ------------------------------------------------------------------ Lightning
 
@@ -236,7 +222,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     @override
     def val_dataloader(self) -> PromptBatches | list[Prompt]:
-        return [] if self._validation_set is None else PromptBatches(self._validation_set, VALIDATION_BATCH)
+        validation = None if self._data is None else self._data.validation
+        return [] if validation is None else PromptBatches(validation, VALIDATION_BATCH)
 
     predict_dataloader = val_dataloader
 
@@ -253,7 +240,7 @@ class RolloutDataModule(L.LightningDataModule):
         Not Lightning's `state_dict`, which is stored under the class's name: a renamed subclass would lose its place.
         """
         if self._generators is None:
-            return self._position
+            return self._last.position
         if ppo_step is not None:
             self._generators.collector.checkpointed(ppo_step)
         return self._generators.collector.state_dict()
@@ -266,7 +253,7 @@ class RolloutDataModule(L.LightningDataModule):
         """
         if self._generators is not None and self._trainer().state.fn == TrainerFn.FITTING:
             self._generators.collector.load_state_dict(position)
-            self._position = position
+            self._last.position = position
 
     def _next_share(self, ppo_step: int, consumed: int) -> Share:
         trainer = self._trainer()

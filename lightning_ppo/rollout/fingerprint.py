@@ -13,15 +13,18 @@ PROBE_TOKENS = 2
 """The first comes from the prefill, the second from a decode step; more would only take longer."""
 
 
-def probe_request(prompt: Prompt, policy_version: int, temperature: float) -> GenerationRequest:
+def probe_request(
+    prompt: Prompt, policy_version: int, temperature: float, max_response_tokens: int = PROBE_TOKENS
+) -> GenerationRequest:
     """Make the request that every replica answers after a refit.
 
     Args:
         prompt: Any prompt of the data set.
         policy_version: The version that was sent.
         temperature: Training's, so that the probe takes the same way through the sampler.
+        max_response_tokens: Training's: engines have no room for more behind a prompt.
     """
-    sampling = SamplingParams(PROBE_TOKENS, temperature)
+    sampling = SamplingParams(min(PROBE_TOKENS, max_response_tokens), temperature)
     return GenerationRequest(f"probe_version{policy_version}", prompt.token_ids, sampling, seed=policy_version)
 
 

@@ -10,9 +10,9 @@ from lightning_ppo.batch import Prompt, Trajectory
 from lightning_ppo.rollout.claims import Claim
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.data_sets import DataSets
 from lightning_ppo.rollout.engine import Engine, PolicySpec
 from lightning_ppo.rollout.fingerprint import probe_request, probe_rows
-from lightning_ppo.rollout.reward import RewardFunction
 from lightning_ppo.rollout.schedule_log import ScheduleLog
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ class Generators:
     Args:
         engine: Generates; not started yet.
         collector: Runs the rollouts.
-        reward: Rewards responses; moved to `ray`'s workers if the settings say so.
-        probe_prompt: What replicas answer to prove a refit.
+        data: What is asked of the engine; the reward is moved to `ray`'s workers if the settings say so.
         config: Settings.
         ray: Places servers and reward workers; None without.
         schedule: Writes the run's schedule.
@@ -39,24 +38,27 @@ class Generators:
         self,
         engine: Engine,
         collector: Collector,
-        reward: RewardFunction,
-        probe_prompt: Prompt,
+        data: DataSets,
         config: RolloutConfig,
         ray: "RayRuntime | None",
         schedule: ScheduleLog,
     ) -> None:
         self.collector = collector
         self._engine = engine
-        self._reward = reward
-        self._probe_prompt = probe_prompt
+        self._data = data
         self._config = config
         self._ray = ray
         self._schedule = schedule
         self._remote_reward: RemoteReward | None = None
         self._has_rollouts = False
 
-    def start(self, spec: PolicySpec, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+    def start(self, config_json: str, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Start Ray, reward workers and the engine, and have it serve the policy.
+
+        Args:
+            config_json: The Hugging Face config of the policy.
+            weights: Its weights.
+            policy_version: The version they are.
 
         Raises:
             EngineError: one of them did not come up within its deadline.
@@ -72,9 +74,9 @@ class Generators:
                 from lightning_ppo.rollout.ray.rewards import RemoteReward
 
                 workers, timeout_s = self._config.reward_workers, self._config.reward_timeout_s
-                self._remote_reward = RemoteReward(self._ray, self._reward.source, workers, timeout_s)
-                self._reward.run_by(self._remote_reward)
-        self._engine.start(spec)
+                self._remote_reward = RemoteReward(self._ray, self._data.reward.source, workers, timeout_s)
+                self._data.reward.run_by(self._remote_reward)
+        self._engine.start(PolicySpec(config_json, self._data.max_context_tokens))
         self._send(weights, policy_version)
 
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
@@ -100,8 +102,26 @@ class Generators:
 
     def probe(self, poll: Poll, policy_version: int) -> dict[str, Trajectory]:
         """Have every replica of the engine answer the same prompt; returns the answers by the replicas' names."""
-        request = probe_request(self._probe_prompt, policy_version, self._config.temperature)
+        config = self._config
+        prompt, longest = self._data.train[0], config.max_response_tokens
+        request = probe_request(prompt, policy_version, config.temperature, longest)
         return probe_rows(request, self.collector.jobs.probe(request, self._config.timeout_s, poll))
+
+    def sample(self, poll: Poll, prompts: Sequence[Prompt], namespace: str, num_samples: int) -> list[Trajectory]:
+        """Sample responses outside of training, with the validation sampling settings.
+
+        Raises:
+            DataError: a prompt is longer than all of the data sets.
+        """
+        self._data.check_fit(prompts)
+        return self.collector.jobs.sample(
+            prompts,
+            seed_namespace=namespace,
+            num_samples=num_samples,
+            sampling=self._config.validation_sampling(self._data.stop_token_ids),
+            timeout_s=self._config.timeout_s,
+            poll=poll,
+        )
 
     def sleep(self, poll: Poll) -> None:
         """Take the engine off the training device; nothing is generated until the next `publish`."""

@@ -95,6 +95,8 @@ class PromptSet:
         self._prompts = tuple(prompts)
         self.columns: frozenset[str] = frozenset.intersection(*(frozenset(prompt.columns) for prompt in prompts))
         """Columns that every row has, without `prompt`."""
+        self.longest: int = max(len(prompt.token_ids) for prompt in prompts)
+        """Tokens of the longest prompt."""
         self.fingerprint: str = digest.hexdigest()
         """sha256 over all rows in order: tells whether a checkpoint belongs to these prompts."""
 

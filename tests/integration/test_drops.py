@@ -161,10 +161,10 @@ def test_a_step_closes_without_what_was_dropped_and_never_trains_a_zero(make_run
     assert record.metrics[-1]["rollout/engine_restarts"] == 0
     assert [batch.num_sequences for batch in record.batches] == [6, 4, 8]
     assert run.trainer.global_step == 3
-    skipped = run.data._position["stream"]["skipped"]
+    skipped = run.data._last.position["stream"]["skipped"]
     assert [draw for draw, _ in skipped] == [1, 6, 7]
     assert all("ValueError: no answer" in reason for _, reason in skipped)
-    assert run.data._position["stream"]["cursor"] == 12
+    assert run.data._last.position["stream"]["cursor"] == 12
 
 
 def test_restarts_of_the_engine_are_a_metric(make_run) -> None:
@@ -298,8 +298,8 @@ def test_the_next_prompt_takes_the_place_of_a_dropped_one(make_run, streams: boo
     # Draw 4 takes the place of 1, and fails as well; so 5 does.
     assert [record.trained(step) for step in range(3)] == [[0, 2, 3, 5], [6, 8, 9, 10], [11, 12, 13, 14]]
     assert {size for *_, size in record.chunks} == {4}
-    assert run.data._position["stream"]["cursor"] == 15
-    assert sorted(draw for draw, _ in run.data._position["stream"]["skipped"]) == [1, 4, 7]
+    assert run.data._last.position["stream"]["cursor"] == 15
+    assert sorted(draw for draw, _ in run.data._last.position["stream"]["skipped"]) == [1, 4, 7]
 
 
 def test_a_replacement_keeps_the_step_that_it_is_for(make_run) -> None:

@@ -1,5 +1,6 @@
 """Prompts without end: every epoch in an order of its own, over restarts too; PPO steps alone are the limit."""
 
+import lightning as L
 import pytest
 
 import lightning_ppo as ppo
@@ -66,3 +67,35 @@ def test_interrupted_order_equals_uninterrupted(make_run, tmp_path, size, ahead)
     for stop in (1, 2, 3):
         rest = train(make_run, size=size, steps=5, ahead=ahead, resume=tmp_path / f"{stop}.ckpt")
         assert whole[: 4 * stop] + rest == whole
+
+
+def seeds(run):
+    """What a run's shuffles, its ledger and its rollouts' seeds come from."""
+    position = run.data.position()
+    return run.module.seed, position["stream"]["seed"], position["fingerprint"].split(" seed=")[1].split()[0]
+
+
+def test_seed_is_lightnings_when_the_run_begins(make_run):
+    run = make_run(1)
+    L.seed_everything(7, verbose=False)
+    run.fit()
+    assert seeds(run) == (7, 7, "7")
+    fixed = make_run(1, rollout={"seed": 5})
+    fixed.fit()
+    assert seeds(fixed) == (5, 5, "5")
+
+
+def test_another_fit_goes_on_with_the_seed_of_its_run(make_run):
+    """A new trainer's run is a new one."""
+    L.seed_everything(7, verbose=False)
+    run, other = make_run(1, validation_prompts=[{"prompt": "^a="}]), make_run(1)
+    run.fit()
+    L.seed_everything(8, verbose=False)
+    other.trainer.validate(run.module, run.data, verbose=False)
+    assert run.module.seed == 8
+    run.trainer.fit_loop.max_epochs = 2
+    run.fit()
+    assert seeds(run) == (7, 7, "7")
+    assert run.data.position()["stream"]["cursor"] == 8
+    other.trainer.fit(run.module, run.data)
+    assert seeds(run) == (8, 8, "8")

@@ -4,8 +4,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_ppo.errors import CheckpointError, ConfigError
-from lightning_ppo.testing import FakeEngine
+from lightning_ppo.errors import CheckpointError, ConfigError, DataError
+from lightning_ppo.testing import FakeEngine, make_prompt
 
 VALIDATION = [{"prompt": "^ab=", "answer": "a"}, {"prompt": "^cd=", "answer": "b"}, {"prompt": "^ef=", "answer": "c"}]
 
@@ -172,6 +172,37 @@ def test_predict_rows(make_run):
         assert len(row["response_ids"]) == len(row["logprobs"]) == 4
         assert row["reward"] == len(row["response"]) / 8
     assert all(type(value) in (str, float, list) for row in rows for value in row.values())
+
+
+@pytest.mark.parametrize("length", [1, 30])
+@pytest.mark.parametrize("where", ["prompts", "validation_prompts"])
+def test_engine_gets_the_room_that_the_longest_request_needs(make_run, where, length):
+    """Not the policy's context: key-value caches are allocated for it, and most models' is enormous."""
+    prompts = {"prompts": VALIDATION, "validation_prompts": VALIDATION[:1]}
+    prompts[where] = [*prompts[where], {"prompt": "^" * length}]
+    run = make_run(1, **prompts, num_sanity_val_steps=1)
+    run.fit()
+    assert run.fake.spec.max_context_tokens == max(length, 4) + 8
+    longest = max(len(request.prompt_ids) + request.sampling.max_tokens for request in run.fake.requests)
+    assert longest <= run.fake.spec.max_context_tokens
+
+
+def test_longest_prompt_may_fill_the_policys_context(make_run):
+    run = make_run(1, prompts=[{"prompt": "^" * 56}])
+    run.fit()
+    assert run.fake.spec.max_context_tokens == 64
+
+
+def test_prompt_that_the_engine_has_no_room_for_is_refused(make_run):
+    class Ask(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            pl_module.rollouts.sample([make_prompt(row=7, token_ids=(2,) * 4)], namespace="side")
+            pl_module.rollouts.sample([make_prompt(row=7, token_ids=(2,) * 5)], namespace="side")
+
+    run = make_run(1, validation_prompts=VALIDATION, callbacks=[Ask()])
+    with pytest.raises(DataError, match=r"^the prompt of row 7 has 5 tokens, the engine has room for the 4 of the "):
+        run.trainer.validate(run.module, run.data, verbose=False)
+    assert len(run.fake.requests) == 3 + 1
 
 
 def test_fit_without_validation_prompts_validates_nothing(make_run):

@@ -26,6 +26,11 @@ def test_a_probe_goes_through_the_sampler_of_training_and_a_decode_step() -> Non
     assert other.request_id != REQUEST.request_id
 
 
+def test_a_probe_is_no_longer_than_the_responses_that_the_engine_has_room_for() -> None:
+    assert probe_request(make_prompt(), 7, 0.6, max_response_tokens=1).sampling.max_tokens == 1
+    assert probe_request(make_prompt(), 7, 0.6, max_response_tokens=50).sampling.max_tokens == PROBE_TOKENS
+
+
 def test_what_every_replica_serves_passes_with_the_largest_difference() -> None:
     gap = check({"server_0": answer(), "server_1": answer(logprobs=(-1.0, -2.0005))})
     assert gap == pytest.approx(5e-4, rel=1e-3)
