@@ -1,7 +1,7 @@
 """PPOModule: a policy, a critic, and how a chunk of rollouts trains them."""
 
 from collections.abc import Iterator
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
@@ -9,13 +9,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_ppo.batch import Chunk, Prompt
-from lightning_ppo.callbacks.checkpoint_exclusion import CheckpointExclusion
-from lightning_ppo.callbacks.critic_epochs import CriticEpochs
-from lightning_ppo.callbacks.critic_warmup import CriticWarmup
+from lightning_ppo.callbacks.phases import PHASES, AnyCallback, missing_phases, phase_callback
 from lightning_ppo.callbacks.progress import use_ppo_progress_bar
 from lightning_ppo.callbacks.refit import WeightRefit
 from lightning_ppo.callbacks.samples import SampleTable
@@ -26,21 +23,16 @@ from lightning_ppo.errors import ConfigError
 from lightning_ppo.models.critic import CriticModel
 from lightning_ppo.models.load import check_vocabulary, load_critic, load_policy, load_tokenizer
 from lightning_ppo.models.policy import PolicyModel
+from lightning_ppo.optimizers import Makers, Optimizers, default_critic_optimizer, default_policy_optimizer
 from lightning_ppo.ppo_step import PPOStep, make_ppo_step
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.reporting import report
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.rollout.report import records, summary
-from lightning_ppo.schedulers import build, default_critic_optimizer, default_policy_optimizer
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.updates.critic_update import CriticUpdate
 from lightning_ppo.updates.policy_update import PolicyUpdate
-from lightning_ppo.validation import reject
-
-AnyCallback = TypeVar("AnyCallback", bound=Callback)
-
-PHASES = (WeightRefit, CriticEpochs, CheckpointExclusion, CriticWarmup)
-"""Callbacks in charge of a phase: exactly one of each, one's own subclass instead of the default if given."""
+from lightning_ppo.validation import check_kind, reject
 
 
 class PPOModule(L.LightningModule):
@@ -74,6 +66,7 @@ class PPOModule(L.LightningModule):
         critic_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        check_kind("ppo", ppo, PPOConfig)
         self.automatic_optimization = False
         self.ppo = ppo
         self.tokenizer = load_tokenizer(tokenizer or policy, "tokenizer" if tokenizer else "policy")
@@ -90,12 +83,12 @@ class PPOModule(L.LightningModule):
             raise reject(
                 "reference", reference, "is not used with kl_placement=none", "set ppo.kl_placement or drop it"
             )
-        self._makers = {
-            "policy": (policy_optimizer or default_policy_optimizer, policy_scheduler),
-            "critic": (critic_optimizer or default_critic_optimizer, critic_scheduler),
-        }
-        self._optimizers: dict[str, Optimizer] = {}
-        self._schedulers: dict[str, LRScheduler] = {}
+        self._optimizers = Optimizers(
+            {
+                "policy": Makers(policy_optimizer or default_policy_optimizer, policy_scheduler),
+                "critic": Makers(critic_optimizer or default_critic_optimizer, critic_scheduler),
+            }
+        )
         self.policy_version = 0
         """Version of the policy that the generators serve; +1 per PPO step."""
         self._step: PPOStep | None = None
@@ -135,21 +128,19 @@ class PPOModule(L.LightningModule):
 
     def callback(self, kind: type[AnyCallback]) -> AnyCallback:
         """Return the trainer's callback of this kind."""
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        return next(callback for callback in callbacks if isinstance(callback, kind))
+        return phase_callback(self.trainer, kind)
 
     def optimizer(self, name: str) -> Optimizer:
         """Return the torch optimizer of `policy` or `critic`."""
-        return self._optimizers[name]
+        return self._optimizers.get(name)
 
     def step_scheduler(self, name: str) -> None:
         """Tick the learning-rate schedule of `policy` or `critic`, if it has one."""
-        if name in self._schedulers:
-            self._schedulers[name].step()
+        self._optimizers.step_scheduler(name)
 
     def learning_rates(self) -> dict[str, float]:
         """Return the current learning rates by metric name."""
-        return {f"{name}/lr": optimizer.param_groups[0]["lr"] for name, optimizer in self._optimizers.items()}
+        return self._optimizers.learning_rates()
 
     def export_policy(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's weights by their Hugging Face names."""
@@ -164,19 +155,15 @@ class PPOModule(L.LightningModule):
         use_ppo_progress_bar(self.trainer)
         check_run(self.trainer, self)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        missing: list[Callback] = []
-        for kind in PHASES:
-            count = sum(isinstance(callback, kind) for callback in present)
-            if count > 1:
-                raise ConfigError(f"trainer.callbacks={kind.__name__} is there {count} times; pass at most one")
-            if count == 0:
-                missing.append(kind())
+        missing = missing_phases(present)
         if self.trainer.loggers and not any(isinstance(callback, SampleTable) for callback in present):
             missing.append(SampleTable())
         return missing
 
     @override
     def setup(self, stage: str) -> None:
+        for kind in PHASES:
+            self.callback(kind)
         rollouts = self.rollouts
         context = getattr(self.policy.model.config, "max_position_embeddings", None)
         check_context(context, rollouts.rollout)
@@ -189,15 +176,7 @@ class PPOModule(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizers, configs = [], []
-        for name, model in (("policy", self.policy), ("critic", self.critic)):
-            make_optimizer, make_scheduler = self._makers[name]
-            optimizer = self._optimizers[name] = build(f"{name}_optimizer", make_optimizer, model.parameters())
-            optimizers.append(optimizer)
-            if make_scheduler is not None:
-                scheduler = self._schedulers[name] = build(f"{name}_scheduler", make_scheduler, optimizer)
-                configs.append({"scheduler": scheduler, "name": f"{name}/lr"})
-        return optimizers, configs
+        return self._optimizers.build({"policy": self.policy, "critic": self.critic})
 
     @override
     def on_fit_start(self) -> None:
@@ -247,6 +226,11 @@ class PPOModule(L.LightningModule):
             self._stop_after_step, trainer.should_stop = False, True
 
     @override
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's; a chunk has no batch size that Lightning could find, so that every call counts once."""
+        super().log(*args, **{**kwargs, "batch_size": kwargs.get("batch_size") or 1})
+
+    @override
     def on_validation_model_zero_grad(self) -> None:
         """Do nothing: no gradient is ever left in `.grad`."""
 
@@ -276,6 +260,7 @@ class PPOModule(L.LightningModule):
             "ppo_step": steps,
             "policy_version": self.policy_version,
             "prompts": self.rollouts.position(steps if self.streaming_strategy.open_step is None else None),
+            "optimizers": self._optimizers.kinds(),
             **architectures(self.policy.model, self.critic.model, self.tokenizer),
         }
         if self._step is not None:
@@ -284,7 +269,10 @@ class PPOModule(L.LightningModule):
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_fits_together(checkpoint["state_dict"], int(checkpoint["global_step"]))
-        self.rollouts.load_position(checkpoint[KEY]["prompts"])
+        # `load_from_checkpoint` takes weights, and has no trainer
+        if self._trainer is not None:
+            self.rollouts.load_position(checkpoint[KEY]["prompts"])
+            self._optimizers.expect(checkpoint[KEY].get("optimizers", {}))
         self.policy_version = int(checkpoint[KEY]["policy_version"])
         self._running_centre = checkpoint[KEY].get("running_centre")
 

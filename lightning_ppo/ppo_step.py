@@ -13,7 +13,7 @@ from lightning_ppo.batch import Chunk, StepBatch
 from lightning_ppo.callbacks.critic_epochs import CriticEpochs, shuffled_minibatches
 from lightning_ppo.callbacks.critic_warmup import CriticWarmup
 from lightning_ppo.callbacks.refit import WeightRefit
-from lightning_ppo.errors import CheckpointError, StepError
+from lightning_ppo.errors import CheckpointError, ConfigError, StepError
 from lightning_ppo.hooks import (
     BeforePolicyStep,
     ChunkEnd,
@@ -188,10 +188,15 @@ class PPOStep:
         return self.module.rollouts.rollout.colocated
 
     def _refit(self, state: StepState) -> None:
-        module = self.module
+        module, version = self.module, self.module.policy_version
+        callback = module.callback(WeightRefit)
         with self.timer.phase("refit"):
-            module.callback(WeightRefit).refit(
-                module.trainer, module, module.policy_version, weights_changed=state.policy_is_trainable
+            callback.refit(module.trainer, module, version, weights_changed=state.policy_is_trainable)
+        if module.rollouts.served_version != version:
+            # no rollout of the next step would ever start
+            raise ConfigError(
+                f"trainer.callbacks={type(callback).__name__}.refit returned without publishing policy version "
+                f"{version}; call super().refit, with weights_changed=False to send the number only"
             )
 
     def _update_policy(self, batch: StepBatch, plan: ChunkPlan) -> list[list[PolicyStats]]:

@@ -18,6 +18,12 @@ def require(ok: bool, field: str, value: object, why: str, instead: str) -> None
         raise reject(field, value, why, instead)
 
 
+def check_kind(field: str, value: object, kind: type) -> None:
+    """Raise `ConfigError` unless `value` is of the class `kind`."""
+    why = f"is no {kind.__name__}"
+    require(isinstance(value, kind), field, repr(value)[:60], why, f"pass {field}={kind.__name__}(...)")
+
+
 def check_choice(field: str, value: object, allowed: Sequence[str]) -> None:
     """Raise `ConfigError` unless `value` is one of `allowed`."""
     require(value in allowed, field, value, "is unknown", f"choose one of {', '.join(allowed)}")

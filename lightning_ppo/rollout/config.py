@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.rollout.windows import check_window
-from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
+from lightning_ppo.validation import check_choice, check_count, check_kind, check_number, reject, require
 
 SAMPLERS = ("in_order", "ready_first", "windowed", "weight_fifo")
 
@@ -100,6 +100,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_kind("failures", self.failures, FailureConfig)
         for name in (
             "num_prompts_per_step",
             "num_generations_per_prompt",
@@ -132,7 +133,7 @@ class RolloutConfig:
         self._check_replay()
 
     def _check_order(self) -> None:
-        if ":" not in self.sampler:
+        if not isinstance(self.sampler, str) or ":" not in self.sampler:
             check_choice("sampler", self.sampler, (*SAMPLERS, "package.module:Class"))
             if self.sampler_options:
                 raise reject(

@@ -27,7 +27,7 @@ from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.trainer_process import TrainerProcess
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.strategy import StreamingPPOStrategy
-from lightning_ppo.validation import reject
+from lightning_ppo.validation import check_kind, reject
 
 if TYPE_CHECKING:
     from lightning_ppo.rollout.ray.runtime import RayRuntime
@@ -66,6 +66,9 @@ class RolloutDataModule(L.LightningDataModule):
         ray: RayConfig = RayConfig(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
+        kinds = (("rollout", rollout, RolloutConfig), ("local", local, LocalEngineConfig), ("vllm", vllm, VLLMConfig))
+        for name, value, kind in (*kinds, ("ray", ray, RayConfig)):
+            check_kind(name, value, kind)
         self.prompts: Rows = prompts
         self.validation_prompts: Rows | None = validation_prompts
         self.reward = reward
@@ -79,6 +82,8 @@ class RolloutDataModule(L.LightningDataModule):
         """On rank 0."""
         self._ray: RayRuntime | None = None
         self._engine_is_up = False
+        self.served_version: int | None = None
+        """Policy version of the last refit."""
         self._process: TrainerProcess | None = None
         self._directory: Path | None = None
 
@@ -173,6 +178,7 @@ class RolloutDataModule(L.LightningDataModule):
         prove()
         if self._generators is not None:
             self._generators.publish(version)
+        self.served_version = version
 
     @property
     def refit_tolerance(self) -> float | None:

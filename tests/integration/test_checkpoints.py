@@ -190,6 +190,30 @@ def test_saved_cursor_is_the_first_untrained_prompt(make_run, tmp_path):
     assert saved["lightning_ppo"]["prompts"]["stream"]["cursor"] == 8
 
 
+def test_another_kind_of_optimizer_is_refused(make_run, tmp_path):
+    run = make_run(1)
+    run.fit()
+    run.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    other = make_run(2, module={"critic_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)})
+    with pytest.raises(CheckpointError) as caught:
+        other.fit(tmp_path / "one.ckpt")
+    assert str(caught.value) == (
+        "critic_optimizer=SGD cannot go on with the state of AdamW that the checkpoint holds; set AdamW, or export the "
+        "checkpoint and start a new run from its folders"
+    )
+    assert other.fake.spec is None
+
+
+def test_load_from_checkpoint(make_run, policy_folder, tmp_path):
+    run = make_run(1)
+    run.fit()
+    run.trainer.save_checkpoint(tmp_path / "one.ckpt")
+    loaded = ppo.PPOModule.load_from_checkpoint(tmp_path / "one.ckpt", policy=policy_folder, weights_only=True)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, run.weights()[name]), name
+    assert loaded.policy_version == 1
+
+
 def test_policy_and_critic_of_different_steps_are_refused(make_run, tmp_path):
     run = make_run(3, callbacks=[SaveAt("on_train_epoch_end", 0, tmp_path / "a.ckpt")])
     run.fit()

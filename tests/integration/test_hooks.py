@@ -1,8 +1,12 @@
 """Hooks of a PPO step: when they come, what they bring, and callbacks that take a phase over."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
 
 import lightning_ppo as ppo
 from lightning_ppo.errors import ConfigError
@@ -241,6 +245,71 @@ def test_two_of_a_kind_are_refused(make_run, kind):
     with pytest.raises(ConfigError, match=rf"^trainer.callbacks={kind.__name__} is there 2 times; pass at most one$"):
         run.fit()
     assert run.fake.spec is None
+
+
+@pytest.mark.parametrize("kind", [ppo.CriticEpochs, ppo.WeightRefit])
+def test_a_module_that_leaves_a_phase_to_nobody_is_refused(make_run, kind):
+    run = make_run(1)
+    attach = run.module.configure_callbacks
+    run.module.configure_callbacks = lambda: [one for one in attach() if not isinstance(one, kind)]
+    with pytest.raises(ConfigError, match=rf"^configure_callbacks=your own leaves .* without {kind.__name__}; add to "):
+        run.fit()
+    assert run.fake.spec is None
+
+
+def test_a_module_with_optimizers_of_its_own_is_refused(make_run):
+    run = make_run(1)
+    run.module.configure_optimizers = lambda: torch.optim.SGD(run.module.policy.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"^configure_optimizers=your own .*; pass policy_optimizer to PPOModule"):
+        run.fit()
+    assert run.fake.spec is None
+
+
+def test_a_refit_that_publishes_nothing_is_noticed_at_once(make_run):
+    """The next step's rollouts would wait for the version until `timeout_s`."""
+
+    class EverySecond(ppo.WeightRefit):
+        def refit(self, trainer, pl_module, policy_version, *, weights_changed):
+            if policy_version % 2:
+                super().refit(trainer, pl_module, policy_version, weights_changed=weights_changed)
+
+    run = make_run(4, callbacks=[EverySecond()], rollout={"timeout_s": 60.0})
+    with pytest.raises(ConfigError) as caught:
+        run.fit()
+    assert str(caught.value) == (
+        "trainer.callbacks=EverySecond.refit returned without publishing policy version 2; call super().refit, with "
+        "weights_changed=False to send the number only"
+    )
+    assert run.fake.versions == [0, 1]
+
+
+def test_a_refit_may_send_the_number_only(make_run):
+    class EverySecond(ppo.WeightRefit):
+        def refit(self, trainer, pl_module, policy_version, *, weights_changed):
+            super().refit(trainer, pl_module, policy_version, weights_changed=policy_version % 2 == 1)
+
+    run = make_run(4, callbacks=[EverySecond()])
+    run.fit()
+    assert run.fake.versions == [0, 1, 2, 3, 4]
+
+
+def test_own_numbers_count_once_per_call(make_run, tmp_path):
+    """Lightning would guess a batch size from the first tensor of a chunk, warn about it, and weigh means by it."""
+
+    class Own(ppo.PPOCallback):
+        def on_chunk_end(self, trainer, pl_module, payload):
+            pl_module.log("own/chunk", float(payload.chunk.index), on_step=False, on_epoch=True)
+
+        def on_ppo_step_end(self, trainer, pl_module, payload):
+            pl_module.log("own/step", float(payload.ppo_step), on_step=False, on_epoch=True)
+
+    logger = CSVLogger(tmp_path)
+    run = make_run(3, callbacks=[Own()], logger=logger, rollout={"min_groups_for_streaming_train": 1})
+    run.fit()
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    assert [float(row["own/step"]) for row in rows if row.get("own/step")] == [1, 2, 3]
+    chunks = [float(row["step/chunks"]) for row in rows if row.get("step/chunks")]
+    assert [float(row["own/chunk"]) for row in rows if row.get("own/chunk")] == [(n - 1) / 2 for n in chunks]
 
 
 def test_own_critic_epochs_decide_how_the_critic_trains(make_run):

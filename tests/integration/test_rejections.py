@@ -60,6 +60,33 @@ def test_trainer_settings(make_run, settings, starts_with):
     assert_refused(make_run(1, **settings), starts_with)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ppo.PPOModule("nowhere", ppo={"gamma": 1}),
+            "ppo={'gamma': 1} is no PPOConfig; pass ppo=PPOConfig(...)",
+        ),
+        (
+            lambda: ppo.RolloutDataModule([], len, rollout={"seed": 1}),
+            "rollout={'seed': 1} is no RolloutConfig; pass rollout=RolloutConfig(...)",
+        ),
+        (lambda: ppo.RolloutDataModule([], len, ray=None), "ray=None is no RayConfig; pass ray=RayConfig(...)"),
+        (
+            lambda: ppo.RolloutConfig(failures={"drop": "skip"}),
+            "failures={'drop': 'skip'} is no FailureConfig; pass failures=FailureConfig(...)",
+        ),
+        (lambda: ppo.RolloutConfig(sampler=None), "sampler=None is unknown; choose one of in_order, ready_first, "),
+        (lambda: ppo.RolloutConfig(num_prompts_per_step="4"), "num_prompts_per_step='4' is not a valid count; "),
+    ],
+)
+def test_settings_of_another_type(make, message):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+    assert ONE_LINE.match(str(caught.value))
+
+
 def test_limit_train_batches_of_zero(make_run):
     """Lightning would return from `fit` without a word."""
     assert_refused(make_run(1, limit_train_batches=0), "trainer.limit_train_batches=0 ")

@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from lightning_ppo.errors import ConfigError
-from lightning_ppo.schedulers import (
-    LinearWarmupDecay,
-    build,
-    default_critic_optimizer,
-    default_learning_rate,
-    default_policy_optimizer,
-)
+from lightning_ppo.optimizers import build, default_critic_optimizer, default_learning_rate, default_policy_optimizer
+from lightning_ppo.schedulers import LinearWarmupDecay
 
 
 def rates(steps, **settings):
