@@ -306,7 +306,7 @@ def test_own_numbers_count_once_per_call(make_run, tmp_path):
     logger = CSVLogger(tmp_path)
     run = make_run(3, callbacks=[Own()], logger=logger, rollout={"min_groups_for_streaming_train": 1})
     run.fit()
-    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     assert [float(row["own/step"]) for row in rows if row.get("own/step")] == [1, 2, 3]
     chunks = [float(row["step/chunks"]) for row in rows if row.get("step/chunks")]
     assert [float(row["own/chunk"]) for row in rows if row.get("own/chunk")] == [(n - 1) / 2 for n in chunks]
