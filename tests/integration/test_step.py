@@ -300,7 +300,7 @@ def first_is_truncated(request):
 
 @pytest.mark.parametrize("how", ["keep", "mask", "penalize"])
 def test_truncated_responses(make_run, cut, how):
-    settings = {"truncated_responses": how, "truncation_penalty": 2.0}
+    settings = {"truncated_responses": how} | ({"truncation_penalty": 2.0} if how == "penalize" else {})
     _, watch = fit(make_run, ppo_settings=settings, rollout=cut(2, 2), fake=FakeEngine(length=first_is_truncated))
     (batch,) = watch.batches
     for row in batch.rows:
