@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -299,3 +301,27 @@ def fake_server() -> Iterator[Callable[..., FakeServer]]:
 def transfer_folder(tmp_path: Path) -> Path:
     """Folder of the file transport."""
     return tmp_path / "transfer"
+
+
+@contextlib.contextmanager
+def many_files(count: int | None = None) -> Iterator[None]:
+    """Have `count` more files open; None: as many as this process may, with a low limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    limit = held[0] + (20 if count is None else count + 200)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while count is None or len(held) < count:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def open_files() -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """Have many files open, or all: `with open_files(1100)`, `with open_files()`."""
+    return many_files

@@ -9,6 +9,7 @@ from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.vllm.control import Control, RefusedError, describe_error
 from lightning_ppo.rollout.vllm.examine import examine
+from lightning_ppo.rollout.vllm.open_files import OpenFilesError
 
 CALLS = {
     "pause": lambda control, limit: control.pause(limit),
@@ -110,6 +111,22 @@ def test_a_call_that_takes_its_time_is_waited_for(fake_server):
     fake.answers["/update_weights"] = slow
     fake.answers["/health"] = fake.hang
     Control(fake.url).update({}, 25.0)
+
+
+def test_a_call_beside_a_thousand_open_files(fake_server, open_files):
+    """A request in flight is one."""
+    fake = fake_server()
+    with open_files(1100):
+        assert Control(fake.url).vllm_version(5.0) == "0.32.0"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_process_that_may_open_no_more_files_does_not_blame_the_server(name, fake_server, open_files):
+    fake = fake_server()
+    with open_files(), pytest.raises(OpenFilesError, match=r"open files=\d+ is the limit .* ulimit -n") as caught:
+        CALLS[name](Control(fake.url), 5.0)
+    assert not isinstance(caught.value, EngineDiedError)
+    assert "\n" not in str(caught.value)
 
 
 def test_no_time_left(fake_server):

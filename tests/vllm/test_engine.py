@@ -14,6 +14,7 @@ from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.engine import VLLMEngine
 from lightning_ppo.rollout.vllm.member import MemberState
+from lightning_ppo.rollout.vllm.open_files import OpenFilesError
 
 WEIGHTS = [("a.weight", torch.ones(3)), ("b.weight", torch.zeros(2, 2))]
 REQUEST = GenerationRequest("draw3_g1", (5, 6, 7), SamplingParams(8, stop_token_ids=(1,)), 7)
@@ -241,6 +242,23 @@ def test_a_request_that_every_server_fails_ends(start_fakes):
     fake.answers["/inference/v1/generate"] = (500, {"error": {"message": "boom"}})
     with pytest.raises(EngineError, match=r"request draw3_g1 failed on 5 servers in turn; the last: .*boom"):
         run(engine.generate(REQUEST))
+
+
+def test_a_process_that_may_open_no_more_files_keeps_its_servers(start_fakes, open_files, caplog):
+    engine, (fake,) = start_fakes(1, quarantine_after=2, probe_interval_s=0.05)
+    engine.update_weights(WEIGHTS, 1)
+
+    async def ask():
+        with open_files():
+            with pytest.raises(OpenFilesError, match="request draw3_g1: open files="):
+                await engine.generate(REQUEST)
+            while caplog.text.count("cannot be probed") < 4:
+                await asyncio.sleep(0.01)
+        assert [member.url for member in engine.fleet.serving()] == [fake.url]
+        return await engine.generate(REQUEST)
+
+    assert run(ask()).token_ids == (5, 6, 1)
+    assert engine.fleet.members()[0].failed_requests == 0
 
 
 def test_a_probe_leaves_out_a_server_that_dies(start_fakes):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import time
 import urllib.request
 
@@ -10,6 +11,7 @@ import torch
 
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
+from lightning_ppo.rollout.vllm import generation
 from lightning_ppo.rollout.vllm.generation import GenerationClient, ServerFailedError, read_versions
 
 REQUEST = GenerationRequest("draw3_g1", (5, 6, 7), SamplingParams(8, stop_token_ids=(1,)), 7)
@@ -234,6 +236,28 @@ def test_a_server_that_hangs_and_one_that_is_not_there(fake_server):
     fake.close()
     with pytest.raises(ServerFailedError, match="connection lost"):
         ask(fake.url)
+
+
+def test_a_host_that_takes_no_connection_is_not_blamed_on_the_request(monkeypatch):
+    monkeypatch.setattr(generation, "_CONNECT_S", 0.3)
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    waiting = [socket.socket() for _ in range(4)]
+    try:
+        for other in waiting:
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        with pytest.raises(ServerFailedError, match=rf"{url} did not take a connection within 0.3 s") as caught:
+            ask(url, timeout_s=None)
+        assert "request_timeout_s" not in str(caught.value)
+        # the deadline of the request stays one, also while it connects
+        with pytest.raises(ServerFailedError, match=r"no answer within request_timeout_s=0.1"):
+            ask(url, timeout_s=0.1)
+    finally:
+        for each in (full, *waiting):
+            each.close()
 
 
 def test_a_connection_that_breaks_in_mid_answer(fake_server):

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from lightning_ppo.errors import EngineDiedError, EngineError
+from lightning_ppo.rollout.vllm.open_files import OpenFilesError, is_out_of_files
 
 _SLICE_S = 0.5
 """A call that is not answered looks after the server this often."""
@@ -108,6 +109,7 @@ class Control:
         Raises:
             RefusedError: as for every call: the server answered, but with an error.
             EngineDiedError: it is not reachable, or its engine is gone.
+            OpenFilesError: this process may open no more files.
             EngineError: it did not answer in time.
         """
         query = urlencode({"mode": "keep", "clear_cache": str(clear_cache).lower()})
@@ -183,8 +185,11 @@ class Control:
 
     def _wait(self, connection: http.client.HTTPConnection, what: str, deadline: float, timeout_s: float) -> None:
         sock = connection.sock
+        # not select.select, which refuses the numbers that files get beside a thousand requests in flight
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
         looks = 0
-        while not select.select([sock], [], [], max(0.0, min(_SLICE_S, deadline - time.monotonic())))[0]:
+        while not poll.poll(1000 * max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -197,12 +202,16 @@ class Control:
     def _check_alive(self, what: str, timeout_s: float) -> None:
         try:
             self.health(timeout_s)
+        except OpenFilesError:
+            return
         except EngineError as error:
             # A server that is merely busy does not answer in time; a dead one refuses, or says 503.
             if "in time" not in str(error):
                 raise EngineDiedError(f"server {self.name} died during {what}; look at its log") from None
 
     def _unreachable(self, what: str, error: Exception, timeout_s: float) -> EngineError:
+        if is_out_of_files(error):
+            return OpenFilesError(f"server {self.name}: {what}")
         if isinstance(error, TimeoutError):
             return EngineError(f"server {self.name} did not answer {what} in time ({timeout_s:.1f} s); look at its log")
         why = str(error) or type(error).__name__

@@ -12,6 +12,7 @@ from lightning_ppo.batch import FinishReason
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import Generation, GenerationRequest
 from lightning_ppo.rollout.vllm.control import describe_error
+from lightning_ppo.rollout.vllm.open_files import OpenFilesError, is_out_of_files
 
 _PATH = "/inference/v1/generate"
 _CONNECT_S = 10.0
@@ -53,6 +54,7 @@ class GenerationClient:
 
         Raises:
             EngineError: the request itself is refused; no server would take it.
+            OpenFilesError: this process may open no more files; the server may be well.
             ServerFailedError: the server is gone, did not answer in time, gave the request up, or answered nonsense.
         """
         label = f"server {server}, request {request.request_id}"
@@ -65,11 +67,18 @@ class GenerationClient:
             ) as response:
                 content = await response.read()
                 status = response.status
+        except aiohttp.ServerTimeoutError:
+            # the only deadline that aiohttp has of us beside that of the whole request
+            raise ServerFailedError(
+                f"{label}: {url} did not take a connection within {_CONNECT_S:g} s; is the host reachable?"
+            ) from None
         except TimeoutError:
             raise ServerFailedError(
                 f"{label}: no answer within request_timeout_s={self._timeout_s}; raise vllm.request_timeout_s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
+            if is_out_of_files(error):
+                raise OpenFilesError(label) from None
             raise ServerFailedError(f"{label}: connection lost ({error or type(error).__name__})") from None
         if status in _CLIENT_ERRORS:
             raise EngineError(f"{label}: refused with {status}: {describe_error(content)}")

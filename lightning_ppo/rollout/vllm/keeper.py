@@ -10,6 +10,7 @@ from lightning_ppo.errors import EngineError
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.launch import Launcher
 from lightning_ppo.rollout.vllm.member import C, Member, MemberState
+from lightning_ppo.rollout.vllm.open_files import OpenFilesError
 from lightning_ppo.rollout.vllm.roster import Roster
 from lightning_ppo.rollout.vllm.starter import POLL_S, FleetClosedError, Starter
 from lightning_ppo.rollout.vllm.update_gate import UpdateGate
@@ -120,7 +121,11 @@ class Keeper(Generic[C]):
             if end is not None:
                 return end
             due = min(due, time.monotonic())
-            problem = self._starter.probe(member, self._config.probe_timeout_s)
+            try:
+                problem = self._starter.probe(member, self._config.probe_timeout_s)
+            except OpenFilesError as error:
+                _log.warning("vLLM %s cannot be probed: %s", member, error)
+                continue
             if problem is None:
                 self._on_success(member)
             else:

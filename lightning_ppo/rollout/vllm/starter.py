@@ -10,6 +10,7 @@ from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.launch import Launcher, Server
 from lightning_ppo.rollout.vllm.member import C, Member, MemberState
+from lightning_ppo.rollout.vllm.open_files import OpenFilesError
 from lightning_ppo.rollout.vllm.roster import Roster
 
 POLL_S = 0.1
@@ -82,7 +83,10 @@ class Starter(Generic[C]):
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise EngineError(self._describe_timeout())
-            problem = self.probe(member, min(self._config.probe_timeout_s, remaining))
+            try:
+                problem = self.probe(member, min(self._config.probe_timeout_s, remaining))
+            except OpenFilesError as error:
+                problem = str(error)
             if self.server is not None and not self.server.is_alive():
                 raise EngineDiedError(f"vLLM {self.name} did not start: it {self.server.describe_end()}")
             if problem is None:
@@ -102,11 +106,14 @@ class Starter(Generic[C]):
         """What is wrong with a member; None if nothing is.
 
         Raises:
+            OpenFilesError: it could not be asked; nothing is known about it.
             FleetClosedError: the fleet is being closed.
         """
         problem = None
         try:
             member.control.health(limit_s)
+        except OpenFilesError:
+            raise
         except EngineError as error:
             problem = str(error)
         self.raise_if_closing()
