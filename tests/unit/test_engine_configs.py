@@ -11,6 +11,12 @@ from lightning_ppo.errors import ConfigError
 VLLM = [
     ("urls", ("10.0.0.5:8000",)),
     ("urls", ("http://a:1", "http://a:1/")),
+    ("urls", ("ftp://h:80",)),
+    ("urls", ("http://",)),
+    ("urls", ("http://:8000",)),
+    ("urls", ("http://h:99999",)),
+    ("urls", ("http://h:abc",)),
+    ("urls", ("http://[::1:80",)),
     ("num_servers", 0),
     ("placement", "slurm"),
     ("device", "tpu"),
@@ -93,6 +99,11 @@ def test_defaults_are_valid_frozen_and_documented(kind):
 def test_settings_of_the_engine_that_is_not_used_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ppo.RolloutDataModule([{"prompt": "^a="}], lambda response: 0.0, **settings)
+
+
+def test_a_slash_at_the_end_of_an_address_goes():
+    config = ppo.VLLMConfig(urls=("http://a:1/", "https://[::1]:2/behind/proxy//", "http://b"))
+    assert config.urls == ("http://a:1", "https://[::1]:2/behind/proxy", "http://b")
 
 
 def test_servers_of_the_user_are_not_placed():

@@ -92,6 +92,20 @@ def test_in_warmup_only_the_number_is_sent(start_fakes):
     assert set(run(engine.generate(REQUEST)).policy_versions) == {2}
 
 
+def test_a_slash_at_the_end_of_an_address_does_not_become_two(fake_server, make_spec, transfer_folder):
+    """vLLM does not know `//inference/v1/generate`, and neither does the pretended server."""
+    fake = fake_server()
+    settings = {"transport": "file", "transfer_folder": str(transfer_folder), "start_timeout_s": 5.0}
+    engine = VLLMEngine(VLLMConfig(urls=(f"{fake.url}/",), **settings))
+    try:
+        engine.start(make_spec())
+        engine.update_weights(WEIGHTS, 1)
+        assert run(engine.generate(REQUEST)).token_ids == (5, 6, 1)
+        assert list(run(engine.probe(REQUEST))) == [fake.url]
+    finally:
+        engine.close()
+
+
 def test_a_server_that_fails_a_refit_gets_the_weights_before_it_serves_again(start_fakes, caplog):
     engine, (good, bad) = start_fakes(2, trust_after=1)
     engine.update_weights(WEIGHTS, 1)

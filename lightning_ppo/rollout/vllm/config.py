@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
 
@@ -91,6 +92,8 @@ class VLLMConfig:
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
         self._check_urls()
+        # once, for everything that appends a path; a double slash is another path to most servers
+        object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         for name in (
             "num_servers",
             "devices_per_server",
@@ -132,8 +135,7 @@ class VLLMConfig:
 
     def _check_urls(self) -> None:
         for url in self.urls:
-            ok = url.startswith(("http://", "https://"))
-            require(ok, "vllm.urls", url, "is no http address", "write http://host:port")
+            require(_is_address(url), "vllm.urls", url, "is no http address of a server", "write http://host:port")
         plain = [url.rstrip("/") for url in self.urls]
         doubled = sorted({url for url in plain if plain.count(url) > 1})
         if doubled:
@@ -154,3 +156,12 @@ class VLLMConfig:
         if self.fingerprint_tolerance is not None:
             return self.fingerprint_tolerance
         return 1e-3 if self.dtype == "float32" else 0.5
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        # reading the port checks it
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
