@@ -74,6 +74,11 @@ def check_policy(expected: dict[str, Any], hf_config: Any, model_config: Any) ->
         raise EngineError(
             f"dtype={dtype} is served, but vllm.dtype is {expected['dtype']}; set it, or start vLLM with --dtype"
         )
+    if model_config.quantization is not None:
+        raise EngineError(
+            f"quantization={model_config.quantization} is served, so that the trainer's log-probs cannot agree;"
+            " start vLLM without --quantization, with a model whose config names none"
+        )
     mode = str(getattr(model_config.logprobs_mode, "value", model_config.logprobs_mode))
     if mode != "processed_logprobs":
         raise EngineError(

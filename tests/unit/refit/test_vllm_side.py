@@ -76,7 +76,7 @@ def test_a_parameter_that_got_a_part():
 
 
 def served(**changes):
-    model = {"dtype": torch.float32, "logprobs_mode": "processed_logprobs", "max_model_len": 64}
+    model = {"dtype": torch.float32, "logprobs_mode": "processed_logprobs", "max_model_len": 64, "quantization": None}
     return SimpleNamespace(**{**model, **changes})
 
 
@@ -97,6 +97,7 @@ def test_policies_are_compared():
     [
         ({"dtype": torch.bfloat16}, "dtype=bfloat16 is served, but vllm.dtype is float32"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode=raw_logprobs leaves the temperature out"),
+        ({"quantization": "fp8"}, r"quantization=fp8 is served, [^\n]*; start vLLM without --quantization"),
         ({"max_model_len": 63}, "max_model_len=63 is shorter than the 64 tokens"),
     ],
 )
