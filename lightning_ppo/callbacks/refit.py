@@ -4,6 +4,7 @@ import time
 from typing import TYPE_CHECKING
 
 import lightning as L
+import torch
 
 from lightning_ppo.hooks import BeforeRefit, PPOCallback, RefitEnd, call_hooks
 from lightning_ppo.models.scoring import response_logprobs
@@ -55,7 +56,9 @@ class WeightRefit(PPOCallback):
         rows = list(answers.values())
         # wherever it is: on the training device right after an update, on the host before the first one
         device = next(pl_module.policy.parameters()).device
-        logprobs = response_logprobs(pl_module.policy, rows, [list(range(len(rows)))], device)
+        # inside a step Lightning computes in the precision of training; a replica computes in that of its weights
+        with torch.autocast(device.type, enabled=False):
+            logprobs = response_logprobs(pl_module.policy, rows, [list(range(len(rows)))], device)
         return check_fingerprint(
             tuple(answers), rows, [logprobs[i] for i in range(len(rows))], policy_version, tolerance
         )
