@@ -29,7 +29,7 @@ def start_fakes(fake_server, make_spec, transfer_folder):
     """An engine on pretended servers: `start_fakes(2, **settings)` gives the engine and the servers."""
     engines = []
 
-    def start(count=2, **settings):
+    def start(count=2, *, can_sleep=False, **settings):
         fakes = [fake_server() for _ in range(count)]
         defaults = {
             "transport": "file",
@@ -39,7 +39,8 @@ def start_fakes(fake_server, make_spec, transfer_folder):
             "probe_interval_s": 0.1,
             "probe_timeout_s": 1.0,
         }
-        engine = VLLMEngine(VLLMConfig(urls=tuple(f.url for f in fakes), **{**defaults, **settings}))
+        config = VLLMConfig(urls=tuple(f.url for f in fakes), **{**defaults, **settings})
+        engine = VLLMEngine(config, can_sleep=can_sleep)
         engines.append(engine)
         engine.start(make_spec())
         for fake in fakes:
@@ -371,6 +372,69 @@ def test_sleep_holds_the_servers_on_a_cpu(start_fakes):
     assert fake.paths() == ["/pause", "/resume"]
     engine.update_weights((), 2)
     assert fake.paths()[2:] == ["/update_weight_version"]
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def start_sleepers(request, start_fakes):
+    """Engines on pretended servers that can sleep, and the two calls that they get: `start_sleepers(2)`."""
+
+    def start(count):
+        engine, fakes = start_fakes(count, device=request.param, can_sleep=True, update_timeout_s=1.0)
+        for fake in fakes:
+            fake.answers["/sleep"] = fake.answers["/wake_up"] = (200, {})
+        engine.update_weights(WEIGHTS, 1)
+        for fake in fakes:
+            fake.calls.clear()
+        return engine, fakes, ("/sleep", "/wake_up") if request.param == "cuda" else ("/pause", "/resume")
+
+    return start
+
+
+def test_a_server_that_dies_before_its_sleep_does_not_hold_up_the_others(start_sleepers, caplog):
+    engine, (good, bad), (sleep, wake) = start_sleepers(2)
+    bad.close()
+    engine.sleep()
+    assert "it does not fall asleep" in caplog.text
+    assert [member.url for member in engine.fleet.serving()] == [good.url]
+    assert good.paths() == [sleep]
+    engine.wake()
+    assert good.paths() == [sleep, wake]
+    engine.update_weights(WEIGHTS, 2)
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {2}
+
+
+def test_a_server_that_hangs_or_dies_in_its_sleep_does_not_hold_up_the_others(start_sleepers):
+    engine, (good, bad), (sleep, wake) = start_sleepers(2)
+    engine.sleep()
+    bad.answers[wake] = bad.hang
+    engine.wake()
+    assert good.paths() == [sleep, wake]
+    engine.update_weights(WEIGHTS, 2)
+    assert [member.url for member in engine.fleet.serving()] == [good.url]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_nobody_sleeps_or_wakes_it_is_an_error(failing, start_sleepers):
+    engine, fakes, paths = start_sleepers(2)
+    fakes[0].answers[paths[failing]] = (500, {"error": {"message": "no"}})
+    fakes[1].close()
+    calls, what = (engine.sleep, engine.wake), ("fall asleep", "wake up")
+    if failing:
+        engine.sleep()
+    with pytest.raises(EngineError, match=f"no vLLM server can {what[failing]}: .*500: no"):
+        calls[failing]()
+
+
+def test_a_server_that_was_quarantined_in_its_sleep_wakes_with_the_others(start_sleepers):
+    engine, fakes, (_, wake) = start_sleepers(2)
+    engine.sleep()
+    member = engine.fleet.members()[1]
+    (fake,) = (fake for fake in fakes if fake.url == member.url)
+    fake.answers["/health"] = (503, {})
+    while member.state is not MemberState.QUARANTINED:
+        time.sleep(0.01)
+    engine.wake()
+    assert wake in fake.paths()
 
 
 def test_weights_that_a_gpu_lost_in_its_sleep_are_sent_again(fake_server, make_spec, transfer_folder):

@@ -23,6 +23,7 @@ from lightning_ppo.rollout.vllm.fleet import Fleet
 from lightning_ppo.rollout.vllm.launch import SubprocessLauncher
 from lightning_ppo.rollout.vllm.member import MemberState
 from lightning_ppo.rollout.vllm.port import ReservedPort
+from lightning_ppo.rollout.vllm.sleep import Sleep
 
 FAKE = str(Path(__file__).with_name("fake_server.py"))
 QUICK = {
@@ -64,7 +65,10 @@ class FakeControl:
     """The line to a fake server."""
 
     def __init__(self, url):
-        self.url = url
+        self.url = self.name = url
+
+    def sleep(self, timeout_s):
+        self.health(timeout_s)
 
     def health(self, timeout_s):
         try:
@@ -620,6 +624,104 @@ def test_close_during_a_restart(make_world):
     threading.Timer(0.5, world.push_gate.set).start()
     world.fleet.close()
     wait_for(lambda: not keepers())
+
+
+# ---------------------------------------------------------------------- asleep
+
+
+def test_a_server_that_dies_asleep_is_restarted_once_the_engine_wakes_up(make_world):
+    world = make_world(num_servers=2)
+    world.refit(4)
+    with world.fleet.falling_asleep(10.0) as members:
+        assert [member.name for member in members] == ["server_0", "server_1"]
+    lost = members[0]
+    os.kill(lost.control.info()["pid"], signal.SIGKILL)
+    wait_for(lambda: lost.state is DEAD and world.fleet._keepers[0].is_held)
+    # longer than a restart takes
+    time.sleep(0.5)
+    assert (world.launched.count(0), world.fleet.restarts, world.states()) == (1, 0, [DEAD, SERVING])
+    world.fleet.woken_up()
+    wait_for(lambda: world.states() == [SERVING, SERVING])
+    assert (world.launched.count(0), world.fleet.restarts, world.pushed) == (2, 1, [("server_0", MemberState.STARTING)])
+
+
+def test_what_does_not_obey_has_ended_before_training_begins(make_world):
+    world = make_world(num_servers=2)
+    pids = world.pids()
+    with world.fleet.falling_asleep(10.0) as members:
+        world.fleet.condemn(members[1], "it does not fall asleep")
+    assert [is_gone(pid) for pid in pids] == [False, True]
+    assert world.launched.count(1) == 1
+    world.fleet.woken_up()
+    wait_for(lambda: world.states() == [SERVING, SERVING])
+
+
+def test_a_start_under_way_ends_for_the_sleep_and_goes_on_after_it(make_world, tmp_path):
+    world = make_world(num_servers=2, max_restarts=1)
+    told = tmp_path / "pids"
+    world.words = {0: [[f"pids={told}", "slow=60"]]}
+    world.fleet.condemn(world.fleet.members()[0], "test")
+    wait_for(told.exists)
+    (pid, _) = wait_for(lambda: json.loads(told.read_text() or "0"))
+    with world.fleet.falling_asleep(10.0) as members:
+        assert [member.name for member in members] == ["server_1"]
+    assert is_gone(pid)
+    world.fleet.woken_up()
+    wait_for(lambda: world.states() == [SERVING, SERVING])
+    # one that had been interrupted is no second one
+    assert (world.fleet.restarts, world.launched.count(0)) == (1, 3)
+
+
+def test_nobody_is_let_in_while_the_engine_sleeps(make_world):
+    world = make_world(num_servers=2, quarantine_after=20)
+    world.refit(1)
+    member = world.fleet.members()[0]
+    member.control.do("bad")
+    world.fleet.report(member, ConnectionError())
+    wait_for(lambda: member.state is QUARANTINED)
+    world.refit(2)
+    with world.fleet.falling_asleep(10.0):
+        member.control.do("good")
+    wait_for(lambda: member.successes >= 4)
+    assert (member.state, world.pushed) == (QUARANTINED, [])
+    world.fleet.woken_up()
+    wait_for(lambda: member.state is SERVING)
+    assert world.pushed == [("server_0", QUARANTINED)]
+
+
+def test_a_server_out_of_service_does_not_keep_the_memory_of_a_gpu(make_world):
+    world = make_world(num_servers=2, quarantine_after=20)
+    world.refit(1)
+    first, second = world.fleet.members()
+    pid = second.control.info()["pid"]
+    second.control.do("bad")
+    world.fleet.report(second, ConnectionError())
+    wait_for(lambda: second.state is QUARANTINED)
+    Sleep(world.fleet, 10.0, frees_memory=True).begin()
+    assert is_gone(pid)
+    # its weights went with its memory
+    assert (first.state, first.version) == (SERVING, None)
+
+
+def test_a_sleep_that_fails_lets_servers_start(make_world):
+    world = make_world()
+
+    def fall_asleep():
+        with world.fleet.falling_asleep(10.0) as (member,):
+            world.fleet.condemn(member, "test")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fall_asleep()
+    wait_for(lambda: world.states() == [SERVING] and world.fleet.restarts == 1)
+
+
+def test_close_while_the_engine_sleeps(make_world):
+    world = make_world()
+    with world.fleet.falling_asleep(10.0) as (member,):
+        world.fleet.condemn(member, "test")
+    world.fleet.close()
+    assert not keepers()
 
 
 # ---------------------------------------------------------------------- servers that are not ours

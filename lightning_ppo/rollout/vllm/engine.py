@@ -20,6 +20,7 @@ from lightning_ppo.rollout.vllm.generation import GenerationClient
 from lightning_ppo.rollout.vllm.launch import Command, Launcher, SubprocessLauncher, check_cores
 from lightning_ppo.rollout.vllm.member import Member
 from lightning_ppo.rollout.vllm.server_arguments import ServerCommand, uses_cuda
+from lightning_ppo.rollout.vllm.sleep import Sleep
 from lightning_ppo.rollout.vllm.transports import make_transport
 from lightning_ppo.rollout.vllm.weight_update import WeightUpdate
 
@@ -76,9 +77,10 @@ class VLLMEngine:
         self._client = GenerationClient(config.request_timeout_s)
         self._recompute_kv_cache = recompute_kv_cache
         self._weights: WeightUpdate | None = None
+        self._sleep: Sleep | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context = self._vocab_size = 0
-        self._is_asleep = self._weights_are_gone = self._closed = False
+        self._weights_are_gone = self._closed = False
 
     # ------------------------------------------------------------------ life
 
@@ -112,6 +114,7 @@ class VLLMEngine:
                 folder = Path(self._folder.name)
                 launcher = self._make_launcher(ServerCommand.of(config, spec, folder, can_sleep=self._can_sleep))
             self.fleet = Fleet(config, launcher, Control, self._push)
+            self._sleep = Sleep(self.fleet, config.update_timeout_s, frees_memory=self._frees_memory)
             self.fleet.start(self._on_progress)
             for member in self.fleet.members():
                 member.control.name = str(member)
@@ -214,35 +217,25 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Hold the servers, and on a GPU give its memory back, until `wake`. Without effect if it sleeps.
 
+        A server that does not obey is taken out of service, and no server is restarted before `wake`.
+
         Raises:
-            EngineError: a server did not confirm within `config.update_timeout_s`.
+            EngineError: see `lightning_ppo.rollout.vllm.sleep.Sleep.begin`; or it is not running.
         """
-        if self._is_asleep:
-            return
-        limit = self._config.update_timeout_s
-        for member in self._running().serving():
-            if self._frees_memory:
-                member.control.sleep(limit)
-            else:
-                member.control.pause(limit)
-        self._is_asleep = True
-        self._weights_are_gone = self._frees_memory
+        self._running()
+        if self._sleep is not None and not self._sleep.is_on:
+            self._weights_are_gone = self._frees_memory
+            self._sleep.begin()
 
     def wake(self) -> None:
         """Go on; on a GPU `update_weights` must follow before the next request. Without effect if awake.
 
         Raises:
-            EngineError: a server did not confirm within `config.update_timeout_s`.
+            EngineError: no server wakes up within `config.update_timeout_s`, though one is alive.
         """
-        if not self._is_asleep:
-            return
-        limit = self._config.update_timeout_s
-        for member in self._running().serving():
-            if self._frees_memory:
-                member.control.wake(limit)
-            else:
-                member.control.resume(limit)
-        self._is_asleep = False
+        if self._sleep is not None and self._sleep.is_on:
+            self._running()
+            self._sleep.end()
 
     # ------------------------------------------------------------------ parts
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic
 
+from lightning_ppo.errors import EngineError
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.keeper import Keeper
 from lightning_ppo.rollout.vllm.launch import Launcher
@@ -198,6 +199,40 @@ class Fleet(Generic[C]):
                     if member.version != current and member.state is not MemberState.DEAD:
                         self.condemn(member, f"it does not serve policy version {current}")
 
+    @contextmanager
+    def falling_asleep(self, limit_s: float) -> Iterator[tuple[Member[C], ...]]:
+        """From here to `woken_up` no server is started, and none is let into service.
+
+        Yields the members to put to sleep, perhaps none. Set `member.version = None` if it loses its weights, and
+        condemn it if it does not obey. At the end every server of ours that starts or is condemned has ended.
+
+        Args:
+            limit_s: How long to wait until it can begin, and until those servers have ended.
+
+        Raises:
+            EngineError: one of the two took longer. As after every exception, servers may be started again.
+        """
+        try:
+            with self._gate.hold(limit_s):
+                self._gate.awake.clear()
+                yield self._roster.serving()
+            # not under the gate, for which a start that is complete waits before it finds that it is not wanted
+            with self._roster.changed:
+                self._roster.changed.wait_for(lambda: not self._leaving(), limit_s)
+                leaving = self._leaving()
+            if leaving:
+                raise EngineError(
+                    f"vllm.update_timeout_s={limit_s:g} ran out before {', '.join(leaving)} had ended, which must not"
+                    " keep the device while the engine sleeps; raise it"
+                )
+        except BaseException:
+            self._gate.awake.set()
+            raise
+
+    def woken_up(self) -> None:
+        """Servers may be started again."""
+        self._gate.awake.set()
+
     def check_health(self) -> None:
         """Return if a server serves or may serve again.
 
@@ -220,6 +255,16 @@ class Fleet(Generic[C]):
         deadline = time.monotonic() + _JOIN_S
         for keeper in self._keepers:
             keeper.join(max(0.0, deadline - time.monotonic()))
+
+    def _leaving(self) -> list[str]:
+        """Names of our servers that have to end before training may use their device."""
+        return [
+            member.name
+            for member, keeper in zip(self._roster.members(), self._keepers, strict=True)
+            if not member.is_external
+            and (member.condemned is not None or member.state in (MemberState.STARTING, MemberState.DEAD))
+            and not (keeper.is_held or keeper.is_over)
+        ]
 
 
 def _report(

@@ -12,7 +12,7 @@ from lightning_ppo.rollout.vllm.launch import Launcher
 from lightning_ppo.rollout.vllm.member import C, Member, MemberState
 from lightning_ppo.rollout.vllm.open_files import OpenFilesError
 from lightning_ppo.rollout.vllm.roster import Roster
-from lightning_ppo.rollout.vllm.starter import POLL_S, FleetClosedError, Starter
+from lightning_ppo.rollout.vllm.starter import POLL_S, AsleepError, FleetClosedError, Starter
 from lightning_ppo.rollout.vllm.update_gate import UpdateGate
 
 _log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ class Keeper(Generic[C]):
         name: What messages call the server.
         start_error: Why it did not come up at first; set before the roster is notified.
         is_up: Whether it did; set before the roster is notified.
+        is_held: Whether its server has ended, and is not started again before the engine wakes up; set likewise.
     """
 
     def __init__(
@@ -44,7 +45,8 @@ class Keeper(Generic[C]):
         """Nothing runs yet; see `Fleet` for the arguments."""
         self.start_error: EngineError | None = None
         self.is_up = False
-        self._starter = Starter(index, config, launcher, make_control, roster, closing)
+        self.is_held = False
+        self._starter = Starter(index, config, launcher, make_control, roster, gate, closing)
         self.name = self._starter.name
         self._index = index
         self._config = config
@@ -58,6 +60,11 @@ class Keeper(Generic[C]):
     def start(self) -> None:
         """Start the thread, and with it the server."""
         self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended its server for good."""
+        return not self._thread.is_alive()
 
     def probe_now(self) -> None:
         """Do not wait for the next probe's time."""
@@ -98,10 +105,13 @@ class Keeper(Generic[C]):
 
         Raises:
             EngineError: it does not take them.
+            AsleepError: the engine sleeps.
         """
         with self._gate.hold_unless(self._closing) as held:
             if not held:
                 raise FleetClosedError
+            if not self._gate.awake.is_set():
+                raise AsleepError
             version = self._gate.version
             returns = member.state is MemberState.QUARANTINED
             # A server that is not ours may have been restarted without our knowledge.
@@ -156,6 +166,8 @@ class Keeper(Generic[C]):
         elif member.successes >= self._config.trust_after:
             try:
                 self._enter(member, f"{member.successes} probes in a row succeeded")
+            except AsleepError:
+                return
             except (EngineError, OSError) as error:
                 _log.warning("vLLM %s answers, but does not take the weights: %s", member, error)
                 self._roster.condemn(member, f"it does not take the weights: {error}")
@@ -176,9 +188,11 @@ class Keeper(Generic[C]):
         died = time.monotonic()
         self._roster.move(member, MemberState.DEAD, why, logging.WARNING)
         pause_s = 0.0
+        number = None
         while True:
             self._starter.end()
-            number = self._roster.take_restart()
+            self._wait_awake()
+            number = number or self._roster.take_restart()
             if number is None:
                 _log.error("vLLM %s is not restarted: max_restarts=%d used up", self.name, self._config.max_restarts)
                 self._roster.bury(member, why)
@@ -189,13 +203,34 @@ class Keeper(Generic[C]):
             try:
                 replacement = self._starter.come_up()
                 self._enter(replacement, f"replaces one that died {time.monotonic() - died:.1f} s ago")
+            except AsleepError:
+                # no fault of the server's: the same restart goes on later
+                self._give_up("its start ends, for the engine sleeps")
             except (EngineError, OSError) as error:
                 self._starter.raise_if_closing()
                 why = str(error).removeprefix(f"vLLM {self.name} ")
-                for half_way in self._roster.members():
-                    if half_way.index == self._index:
-                        self._roster.move(half_way, MemberState.DEAD, why, logging.WARNING)
+                self._give_up(why)
                 _log.warning("vLLM %s: restart %d failed: %s", self.name, number, why)
                 pause_s = min(max(1.0, 2 * pause_s), _LONGEST_PAUSE_S)
+                number = None
             else:
                 return replacement
+
+    def _give_up(self, why: str) -> None:
+        for half_way in self._roster.members():
+            if half_way.index == self._index:
+                self._roster.move(half_way, MemberState.DEAD, why, logging.WARNING)
+
+    def _wait_awake(self) -> None:
+        if self._gate.awake.is_set():
+            return
+        _log.warning("vLLM %s is started again once the engine wakes up", self.name)
+        self._set_held(True)
+        while not self._gate.awake.wait(POLL_S):
+            self._starter.raise_if_closing()
+        self._set_held(False)
+
+    def _set_held(self, is_held: bool) -> None:
+        with self._roster.changed:
+            self.is_held = is_held
+            self._roster.changed.notify_all()

@@ -12,6 +12,7 @@ from lightning_ppo.rollout.vllm.launch import Launcher, Server
 from lightning_ppo.rollout.vllm.member import C, Member, MemberState
 from lightning_ppo.rollout.vllm.open_files import OpenFilesError
 from lightning_ppo.rollout.vllm.roster import Roster
+from lightning_ppo.rollout.vllm.update_gate import UpdateGate
 
 POLL_S = 0.1
 """Shortest time between two probes of a server."""
@@ -21,6 +22,10 @@ _PORT_ATTEMPTS = 3
 
 class FleetClosedError(Exception):
     """The fleet is being closed; ends what a keeper does."""
+
+
+class AsleepError(Exception):
+    """The engine sleeps; ends the start of a server, which would take the memory that training was given."""
 
 
 class Starter(Generic[C]):
@@ -38,6 +43,7 @@ class Starter(Generic[C]):
         launcher: Launcher | None,
         make_control: Callable[[str], C],
         roster: Roster[C],
+        gate: UpdateGate,
         closing: threading.Event,
     ) -> None:
         """Nothing is started yet; see `Fleet` for the arguments."""
@@ -48,6 +54,7 @@ class Starter(Generic[C]):
         self._launcher = launcher
         self._make_control = make_control
         self._roster = roster
+        self._gate = gate
         self._closing = closing
 
     def come_up(self) -> Member[C]:
@@ -55,6 +62,7 @@ class Starter(Generic[C]):
 
         Raises:
             EngineError: it did not within `start_timeout_s`, or ended.
+            AsleepError: the engine went to sleep meanwhile.
             FleetClosedError: the fleet is being closed.
         """
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -91,6 +99,8 @@ class Starter(Generic[C]):
                 raise EngineDiedError(f"vLLM {self.name} did not start: it {self.server.describe_end()}")
             if problem is None:
                 return member
+            if not self._gate.awake.is_set():
+                raise AsleepError
             self._closing.wait(POLL_S)
 
     def _describe_timeout(self) -> str:

@@ -17,11 +17,14 @@ class UpdateGate:
 
     Attributes:
         version: The current policy version; None before the first weights. Written by the holder.
+        awake: Clear while the engine sleeps: no server is started then, and none is let in. Cleared by the holder.
     """
 
     def __init__(self) -> None:
         """No weights yet."""
         self.version: int | None = None
+        self.awake = threading.Event()
+        self.awake.set()
         self._lock = threading.Lock()
 
     @contextmanager
