@@ -48,9 +48,17 @@ def decode_handle(message: list[Any], device_index: int) -> tuple[Any, ...]:
 
 
 def share(flat: Tensor) -> list[Any]:
-    """Handle of a CUDA tensor `[N]` uint8 that fills its own storage."""
+    """Handle of a CUDA tensor `[N]` uint8 that fills its own storage.
+
+    The caller keeps the memory for as long as anybody may read it.
+    """
     storage: Any = flat.untyped_storage()
-    return encode_handle(storage._share_cuda_())
+    fields = storage._share_cuda_()
+    handle = encode_handle(fields)
+    # The count is 1 until somebody who opened it lets go, and torch keeps the memory till then: for ever, if a server
+    # was killed or never opened it. Nobody else counts: this is ours to give back.
+    storage._release_ipc_counter(fields[4], fields[5], device=flat.device)
+    return handle
 
 
 def open_shared(message: list[Any], device: torch.device) -> Tensor:

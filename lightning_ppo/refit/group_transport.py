@@ -11,15 +11,18 @@ from torch import Tensor
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.buckets import Bucket
 from lightning_ppo.refit.host_weights import HostWeights
-from lightning_ppo.refit.process_group import broadcast, join_group, open_store
+from lightning_ppo.refit.process_group import Group, open_store
+from lightning_ppo.refit.staging import Staging
 from lightning_ppo.refit.transport import Lanes, Receiver, remaining, run_together
 
 
 class GroupTransport:
     """One group per server, so that a server that dies takes no other's group with it.
 
-    A server joins before its first bucket. After a failure its group is forgotten, and it joins a new one the next
+    A server joins before its first bucket. After a failure its group is given up, and it joins a new one the next
     time; so does a server that was restarted, which is another receiver.
+
+    For NCCL a bucket is copied to the trainer's device while the servers get the one before it: two are there at most.
     """
 
     def __init__(
@@ -31,19 +34,21 @@ class GroupTransport:
             backend: `gloo` or `nccl`.
             host: Address of this machine as the servers see it.
             timeout_s: Deadline of joining, and of every broadcast.
-            device: CUDA device of the trainer that NCCL sends from; None means the current one.
+            device: CUDA device of the trainer that NCCL sends from.
 
         Raises:
             EngineError: the trainer lacks what NCCL needs.
         """
-        if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        is_possible = dist.is_nccl_available() and torch.cuda.is_available() and device is not None
+        if backend == "nccl" and not is_possible:
             raise EngineError("transport=nccl needs CUDA and a torch with NCCL in the trainer; set vllm.transport=gloo")
-        self._backend = backend
+        self._backend: Literal["gloo", "nccl"] = backend
         self._host = host
         self._timeout_s = timeout_s
         self._device = device
+        self._staging = Staging(device) if backend == "nccl" and device is not None else None
         # a restarted server is another receiver; the group of the old one goes with it
-        self._groups: weakref.WeakKeyDictionary[Receiver, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+        self._groups: weakref.WeakKeyDictionary[Receiver, Group] = weakref.WeakKeyDictionary()
 
     def send(
         self, weights: HostWeights, buckets: Iterable[Bucket], receivers: Sequence[Receiver], deadline: float
@@ -53,7 +58,9 @@ class GroupTransport:
             lanes.submit(lambda receiver: self._join(receiver, deadline))
             for bucket in buckets:
                 message = {"kind": "group", **bucket.to_message()}
-                lanes.submit(self._broadcasting(message, self._on_device(weights.flat(bucket)), deadline))
+                if self._staging is not None:
+                    lanes.settle(1)
+                lanes.submit(self._broadcasting(message, self._staged(weights.flat(bucket)), deadline))
         for receiver in receivers:
             if receiver.name in lanes.failures:
                 self._groups.pop(receiver, None)
@@ -61,6 +68,8 @@ class GroupTransport:
 
     def close(self) -> None:
         """Leave all groups."""
+        for group in list(self._groups.values()):
+            group.abort()
         self._groups.clear()
 
     def _join(self, receiver: Receiver, deadline: float) -> None:
@@ -76,24 +85,41 @@ class GroupTransport:
             "world_size": world_size,
             "timeout_s": self._timeout_s,
         }
-        joined: list[Any] = []
+        joined: list[Group] = []
 
         def join() -> None:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            joined.append(join_group(self._backend, store, self._host, store.port, 0, world_size, self._timeout_s))
+            host, port, timeout_s = self._host, store.port, self._timeout_s
+            joined.append(Group(self._backend, store, host, port, 0, world_size, timeout_s, self._device))
 
-        run_together(lambda: receiver.connect(message, limit), join)
-        self._groups[receiver] = joined[0], store
+        try:
+            run_together(lambda: receiver.connect(message, limit), join, deadline)
+        except BaseException:
+            for group in joined:
+                group.abort()
+            raise
+        self._groups[receiver] = joined[0]
+        if self._staging is not None:
+            # torch would do it where the group is dropped, and hold up the whole process meanwhile
+            weakref.finalize(receiver, joined[0].abort).atexit = False
 
     def _broadcasting(self, message: dict[str, Any], flat: Tensor, deadline: float) -> Callable[[Receiver], None]:
         def send(receiver: Receiver) -> None:
-            group = self._groups[receiver][0]
-            run_together(lambda: receiver.update(message, remaining(deadline)), lambda: broadcast(group, flat))
+            group = self._groups[receiver]
+            try:
+                run_together(
+                    lambda: receiver.update(message, remaining(deadline)),
+                    lambda: group.broadcast(flat, remaining(deadline)),
+                    deadline,
+                )
+            except BaseException:
+                group.abort()
+                raise
 
         return send
 
-    def _on_device(self, flat: Tensor) -> Tensor:
-        if self._backend == "gloo":
+    def _staged(self, flat: Tensor) -> Tensor:
+        if self._staging is None:
             return flat
-        return flat.to(self._device or torch.device("cuda"))
+        target = self._staging.reserve(flat.numel())
+        self._staging.write(flat, target)
+        return target

@@ -4,7 +4,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.buckets import Bucket
 from lightning_ppo.refit.cuda_handles import device_uuid, open_shared
-from lightning_ppo.refit.process_group import broadcast, join_group, open_store
+from lightning_ppo.refit.process_group import Group, open_store
 
 Named = list[tuple[str, Tensor]]
 
@@ -34,8 +34,9 @@ class Incoming:
         """
         self._device = device
         self._worker = worker
-        self._group: Any = None
+        self._group: tuple[Group, torch.device, float] | None = None
         self._map: tuple[tuple[int, ...], mmap.mmap] | None = None
+        self._opened: tuple[list[Any], Tensor] | None = None
 
     def connect(self, message: Mapping[str, Any]) -> None:
         """Join the process group that the message names.
@@ -46,14 +47,15 @@ class Incoming:
         self.close()
         host, port, world_size = str(message["host"]), int(message["port"]), int(message["world_size"])
         timeout_s = float(message["timeout_s"])
-        backend = str(message["backend"])
+        backend: Literal["gloo", "nccl"] = "nccl" if message["backend"] == "nccl" else "gloo"
         if backend == "nccl":
             if self._device.type != "cuda":
                 raise EngineError(f"transport=nccl needs CUDA, this server runs on {self._device.type}; set gloo")
             torch.cuda.set_device(self._device)
         store = open_store(host, port, world_size, timeout_s, is_master=False)
         rank = 1 + self._worker
-        self._group = backend, join_group(backend, store, host, port, rank, world_size, timeout_s), store
+        group = Group(backend, store, host, port, rank, world_size, timeout_s, self._device)
+        self._group = group, self._device if backend == "nccl" else torch.device("cpu"), timeout_s
 
     def receive(self, message: dict[str, Any]) -> Named:
         """Get the tensors of one bucket, in the order they were laid out.
@@ -79,7 +81,10 @@ class Incoming:
 
     def close(self) -> None:
         """Leave the group and unmap what was mapped; safe to call twice."""
+        if self._group is not None:
+            self._group[0].abort()
         self._group = None
+        self._opened = None
         # Tensors that somebody still holds keep the mapping alive; it goes with the last one.
         self._map = None
 
@@ -128,10 +133,14 @@ class Incoming:
     def _from_group(self, bucket: Bucket) -> Named:
         if self._group is None:
             raise EngineError("transport=group has no group yet; init_weight_transfer_engine comes first")
-        backend, group, _ = self._group
-        device = self._device if backend == "nccl" else torch.device("cpu")
+        group, device, timeout_s = self._group
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
-        broadcast(group, flat)
+        try:
+            group.broadcast(flat, timeout_s)
+        except EngineError:
+            # what is left of it would keep the device busy for ever
+            self.close()
+            raise
         return _views(bucket, flat)
 
     def _from_ipc(self, bucket: Bucket, message: dict[str, Any]) -> Named:
@@ -141,8 +150,13 @@ class Incoming:
         handle = message["handles"].get(uuid)
         if handle is None:
             raise EngineError(f"transport=ipc has no memory on device {uuid}; let trainer and server share devices")
+        if self._opened is None or self._opened[0] != handle:
+            self._opened = handle, open_shared(handle, self._device)
         # The sender uses its memory again for the next bucket, and vLLM keeps tensors until their layer is complete.
-        return _views(bucket, open_shared(handle, self._device)[: bucket.num_bytes].clone())
+        copied = self._opened[1][: bucket.num_bytes].clone()
+        # the sender may do so as soon as this is answered
+        torch.cuda.current_stream(self._device).synchronize()
+        return _views(bucket, copied)
 
 
 def _views(bucket: Bucket, flat: Tensor) -> Named:

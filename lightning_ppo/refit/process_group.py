@@ -1,8 +1,14 @@
 """A process group of one trainer and the workers of one server, beside whatever default group either side has."""
 
+import logging
+import os
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -10,11 +16,23 @@ from torch import Tensor
 
 from lightning_ppo.errors import EngineError
 
+_log = logging.getLogger(__name__)
+
 # torch does not declare that it exports what is used here
 _c10d: Any = dist
+_cuda: Any = torch.cuda
 
 PIECE_BYTES = 1 << 29
 """Largest number of bytes in one broadcast; counts beyond 32 bits are not safe with every library."""
+
+_POLL_S = 0.001
+_NCCL_SETTINGS = {
+    # By default a lost peer ends this process, at once or after minutes, through threads of torch's own.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+_environment = threading.Lock()
 
 
 def open_store(host: str, port: int, world_size: int, timeout_s: float, *, is_master: bool) -> Any:
@@ -35,61 +53,156 @@ def open_store(host: str, port: int, world_size: int, timeout_s: float, *, is_ma
         ) from None
 
 
-def join_group(backend: str, store: Any, host: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Join the group; blocks until all members have.
+class Group:
+    """One member of a group. `abort` may be called while another thread waits in `broadcast`."""
 
-    Args:
-        backend: `gloo` or `nccl`.
-        store: What `open_store` returned.
-        host: Address of the trainer; the way there decides which of this machine's addresses gloo listens on.
-        port: Port of the store.
-        rank: 0 is the trainer.
-        world_size: One plus the server's workers.
-        timeout_s: Deadline of this call and of every broadcast.
+    def __init__(
+        self,
+        backend: Literal["gloo", "nccl"],
+        store: Any,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+    ) -> None:
+        """Join it. With gloo this blocks until all members have; with NCCL the first broadcast does.
 
-    Raises:
-        EngineError: not all members came in time.
-    """
-    limit = timedelta(seconds=timeout_s)
-    prefixed = _c10d.PrefixStore("lightning_ppo", store)
-    try:
-        if backend == "nccl":
-            nccl = _c10d.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = limit
-            return nccl(prefixed, rank, world_size, options)
-        gloo = _c10d.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_own_address(host, port))]
-        options._timeout = limit
-        options._threads = 2
-        return gloo(prefixed, rank, world_size, options)
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise EngineError(
-            f"transport={backend} group of {world_size} did not come together in {timeout_s:.0f} s ({why});"
-            " check vllm.group_host"
-        ) from None
+        Args:
+            backend: `gloo` or `nccl`.
+            store: What `open_store` returned.
+            host: Address of the trainer; the way there decides which of this machine's addresses gloo listens on.
+            port: Port of the store.
+            rank: 0 is the trainer.
+            world_size: One plus the server's workers.
+            timeout_s: Deadline of this call and, with gloo, of every broadcast.
+            device: CUDA device of this member, which NCCL needs.
+
+        Raises:
+            EngineError: not all members came in time.
+        """
+        self._rank = rank
+        self._store = _c10d.PrefixStore("lightning_ppo", store)
+        self._stream: Any = None
+        self._is_aborted = False
+        limit = timedelta(seconds=timeout_s)
+        try:
+            if backend == "nccl":
+                # NCCL waits for all that is queued on the current stream, and whoever waits for it does so there
+                self._stream = _cuda.Stream(device)
+                self._group = _join_nccl(self._store, rank, world_size, limit)
+            else:
+                self._group = _join_gloo(self._store, rank, world_size, limit, _own_address(host, port))
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise EngineError(
+                f"transport={backend} group of {world_size} did not come together in {timeout_s:.0f} s ({why});"
+                " check vllm.group_host"
+            ) from None
+
+    def broadcast(self, flat: Tensor, timeout_s: float) -> None:
+        """Send (rank 0) or receive `flat`, `[N]` uint8; blocks until it is done on this side.
+
+        What is received may be used on the current stream at once.
+
+        Args:
+            flat: On the host for gloo, on the member's device for NCCL; what is sent has been written completely.
+            timeout_s: Deadline, for NCCL.
+
+        Raises:
+            EngineError: another member is gone, or the deadline passed. The group is of no use any more: abort it.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        pieces = [flat[begin : begin + PIECE_BYTES] for begin in range(0, flat.numel(), PIECE_BYTES)]
+        try:
+            if self._stream is None:
+                for piece in pieces:
+                    self._group.broadcast([piece], options).wait()
+            elif pieces:
+                self._broadcast_nccl(pieces, options, timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"broadcast={flat.numel()} bytes did not get through in {timeout_s:.0f} s; look at the other side, or"
+                " raise vllm.update_timeout_s"
+            ) from None
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise EngineError(
+                f"broadcast={flat.numel()} bytes did not get through ({why}); look at the other side"
+            ) from None
+
+    def abort(self) -> None:
+        """Give the group up, so that nothing on this side's device waits for a member that is gone; returns at once.
+
+        A broadcast through gloo ends by itself, at its deadline.
+        """
+        if self._stream is None or self._is_aborted:
+            return
+        self._is_aborted = True
+        # It may take as long as the group's deadline, and nothing depends on its end.
+        threading.Thread(target=self._abort, name="refit-abort", daemon=True).start()
+
+    def _broadcast_nccl(self, pieces: list[Tensor], options: Any, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        is_receiver = self._rank != 0
+        if is_receiver:
+            # the memory may still be in use there for what it was before
+            self._stream.wait_stream(_cuda.current_stream(self._stream.device))
+        with _cuda.stream(self._stream):
+            works = [self._group.broadcast([piece], options) for piece in pieces]
+            for work in works:
+                # not `wait`, which returns at once, and leaves the stream to wait without a deadline
+                while not work.is_completed():
+                    if self._is_aborted:
+                        raise RuntimeError("the group is given up")
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError
+                    time.sleep(_POLL_S)
+                # Completed is also what has failed: given a deadline, this says so. It has nothing to wait for.
+                work.wait(timedelta(seconds=1))
+        if is_receiver:
+            _cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _abort(self) -> None:
+        try:
+            self._group.abort()
+        except RuntimeError as error:
+            _log.warning("a group for weights could not be given up: %s", str(error).splitlines()[0])
 
 
-def broadcast(group: Any, flat: Tensor) -> None:
-    """Send (rank 0) or receive `flat`, `[N]` uint8; blocks until it is done on this side.
+def _join_nccl(store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
+    nccl = _c10d.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = limit
+    with _nccl_settings():
+        return nccl(store, rank, world_size, options)
 
-    Raises:
-        EngineError: another member is gone, or the deadline passed.
-    """
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
-    try:
-        for begin in range(0, flat.numel(), PIECE_BYTES):
-            group.broadcast([flat[begin : begin + PIECE_BYTES]], options).wait()
-        if flat.is_cuda:
-            torch.cuda.current_stream(flat.device).synchronize()
-    except RuntimeError as error:
-        why = str(error).splitlines()[0]
-        raise EngineError(f"broadcast={flat.numel()} bytes did not get through ({why}); look at the other side") from (
-            None
-        )
+
+def _join_gloo(store: Any, rank: int, world_size: int, limit: timedelta, address: str) -> Any:
+    gloo = _c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = limit
+    options._threads = 2
+    return gloo(store, rank, world_size, options)
+
+
+@contextmanager
+def _nccl_settings() -> Iterator[None]:
+    # Read when a group is made; the groups of training, in this process too, keep their own.
+    with _environment:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update(_NCCL_SETTINGS)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name)
+                else:
+                    os.environ[name] = value
 
 
 def _own_address(host: str, port: int) -> str:

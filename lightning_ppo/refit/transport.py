@@ -11,6 +11,8 @@ from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.buckets import Bucket
 from lightning_ppo.refit.host_weights import HostWeights
 
+_PATIENCE_S = 5.0
+
 
 class Receiver(Protocol):
     """A server as transports see it. Errors are EngineErrors that name it."""
@@ -78,12 +80,14 @@ class Lanes(Generic[N]):
         """Start the threads."""
         self.failures: dict[str, EngineError] = {}
         self._broken: list[BaseException] = []
+        self._left = [0] * len(receivers)
+        self._changed = threading.Condition()
         self._queues: list[queue.SimpleQueue[Callable[[N], None] | None]] = []
         self._threads: list[threading.Thread] = []
-        for receiver in receivers:
+        for lane, receiver in enumerate(receivers):
             jobs: queue.SimpleQueue[Callable[[N], None] | None] = queue.SimpleQueue()
             name = f"refit-{receiver.name}"
-            thread = threading.Thread(target=self._work, args=(receiver, jobs), name=name, daemon=True)
+            thread = threading.Thread(target=self._work, args=(lane, receiver, jobs), name=name, daemon=True)
             self._queues.append(jobs)
             self._threads.append(thread)
             thread.start()
@@ -109,21 +113,40 @@ class Lanes(Generic[N]):
 
     def submit(self, job: Callable[[N], None]) -> None:
         """Do this for every receiver that has not failed yet."""
+        with self._changed:
+            self._left = [count + 1 for count in self._left]
         for jobs in self._queues:
             jobs.put(job)
 
-    def _work(self, receiver: N, jobs: "queue.SimpleQueue[Callable[[N], None] | None]") -> None:
+    def settle(self, most: int) -> None:
+        """Wait until no receiver has more than `most` jobs left, each of which has its deadline.
+
+        A job that is done is not referred to any more, nor is what it holds.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: all(count <= most for count in self._left))
+
+    def _work(self, lane: int, receiver: N, jobs: "queue.SimpleQueue[Callable[[N], None] | None]") -> None:
         broken = False
         while (job := jobs.get()) is not None:
-            if broken or receiver.name in self.failures:
-                continue
-            try:
-                job(receiver)
-            except EngineError as error:
-                self.failures[receiver.name] = error
-            except BaseException as error:
-                broken = True
-                self._broken.append(error)
+            if not broken and receiver.name not in self.failures:
+                try:
+                    job(receiver)
+                except EngineError as error:
+                    self.failures[receiver.name] = _without_frames(error)
+                except BaseException as error:
+                    broken = True
+                    self._broken.append(error)
+            job = None
+            with self._changed:
+                self._left[lane] -= 1
+                self._changed.notify_all()
+
+
+def _without_frames(error: EngineError) -> EngineError:
+    """The error alone: the frames that it came through refer to the bucket that was being sent."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
 
 
 def loading(message: Mapping[str, Any], deadline: float) -> Callable[[Receiver], None]:
@@ -135,10 +158,16 @@ def loading(message: Mapping[str, Any], deadline: float) -> Callable[[Receiver],
     return load
 
 
-def run_together(first: Callable[[], None], second: Callable[[], None]) -> None:
+def run_together(first: Callable[[], None], second: Callable[[], None], deadline: float) -> None:
     """Run two calls that wait for each other. The first error of either ends the wait; the other call is left behind.
 
+    Args:
+        first: One of them.
+        second: The other.
+        deadline: Of both, on the clock of `time.monotonic`; they have some seconds more to say so themselves.
+
     Raises:
+        EngineError: one of them did not end.
         BaseException: what the first of them to fail raised.
     """
     results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -151,12 +180,22 @@ def run_together(first: Callable[[], None], second: Callable[[], None]) -> None:
         else:
             results.put(None)
 
-    for call in (first, second):
-        threading.Thread(target=run, args=(call,), name="refit-call", daemon=True).start()
+    threads = [threading.Thread(target=run, args=(call,), name="refit-call", daemon=True) for call in (first, second)]
+    for thread in threads:
+        thread.start()
     for _ in range(2):
-        error = results.get()
+        try:
+            error = results.get(timeout=remaining(deadline) + _PATIENCE_S)
+        except queue.Empty:
+            raise EngineError(
+                "transfer=1 call hangs beyond its deadline; look at the other side's log, or raise"
+                " vllm.update_timeout_s"
+            ) from None
         if error is not None:
             raise error
+    # which are about to end; with them goes what the calls held
+    for thread in threads:
+        thread.join()
 
 
 def remaining(deadline: float) -> float:

@@ -122,9 +122,9 @@ class VLLMConfig:
         if self.cpu_weights == "plain" and (self.device != "cpu" or self.devices_per_server > 1 or self.urls):
             fix = "set vllm.device=cpu, vllm.devices_per_server=1 and no vllm.urls"
             raise reject("vllm.cpu_weights", "plain", "is for servers on one CPU that are started here", fix)
-        needed = self.num_servers * self.devices_per_server
-        if self.devices and len(self.devices) != needed:
-            raise reject("vllm.devices", self.devices, f"are not {needed}", "list num_servers * devices_per_server")
+        if self.devices and len(self.devices) != self.num_devices:
+            why, fix = f"are not {self.num_devices}", "list num_servers * devices_per_server"
+            raise reject("vllm.devices", self.devices, why, fix)
         for name in ("devices", "cores", "trainer_cores"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"vllm.{name}", values, "names one twice", "name each once")
@@ -149,6 +149,11 @@ class VLLMConfig:
     def is_external(self) -> bool:
         """Whether the servers are the user's."""
         return bool(self.urls)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all servers together."""
+        return max(self.num_servers, len(self.urls)) * self.devices_per_server
 
     @property
     def tolerance(self) -> float:

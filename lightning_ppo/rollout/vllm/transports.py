@@ -1,6 +1,7 @@
 """Which way weights take, from the settings."""
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -45,13 +46,22 @@ def make_transport(config: VLLMConfig, *, is_here: bool) -> WeightTransport:
     if kind == "file":
         return FileTransport(Path(config.transfer_folder or "."))
     if kind == "ipc":
-        numbers = config.devices or (range(torch.cuda.device_count()) if torch.cuda.is_available() else ())
-        return IPCTransport([torch.device("cuda", number) for number in numbers])
+        return IPCTransport([torch.device("cuda", number) for number in _device_numbers(config)], config.bucket_bytes)
     if kind == "gloo":
         return GroupTransport("gloo", _address(config.group_host), config.update_timeout_s)
     if kind == "nccl":
-        return GroupTransport("nccl", _address(config.group_host), config.update_timeout_s)
+        # of this thread: that of a restarted server, which sends it weights, has another current device
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        return GroupTransport("nccl", _address(config.group_host), config.update_timeout_s, device)
     return SharedMemoryTransport()
+
+
+def _device_numbers(config: VLLMConfig) -> Sequence[int]:
+    if not torch.cuda.is_available():
+        return ()
+    count = torch.cuda.device_count()
+    # Ray chooses devices itself; other servers that start with us take the first ones
+    return config.devices or range(count if config.placement == "ray" else min(count, config.num_devices))
 
 
 def _address(host: str) -> str:

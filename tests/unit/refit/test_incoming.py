@@ -260,9 +260,9 @@ def test_a_trainer_that_cannot_be_reached():
 
 def test_ipc_needs_cuda():
     with pytest.raises(EngineError, match="transport=ipc needs CUDA devices"):
-        IPCTransport([CPU])
+        IPCTransport([CPU], 1)
     with pytest.raises(EngineError, match="transport=ipc needs CUDA devices"):
-        IPCTransport([])
+        IPCTransport([], 1)
 
 
 def test_nccl_needs_cuda_on_both_sides(monkeypatch):
