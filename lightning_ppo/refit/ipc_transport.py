@@ -75,9 +75,9 @@ class IPCTransport:
         self._shared = {}
 
     def _reserve(self, weights: HostWeights) -> None:
-        if self._shared:
-            return
         # neighbours that are complete together travel as one bucket, which is larger than any of `buckets`
         largest = max((bucket.num_bytes for bucket in weights.buckets), default=0)
         size = max(largest, min(self._bucket_bytes, weights.num_bytes), 1)
-        self._shared = {device_uuid(device): _Shared.reserve(device, size) for device in self._devices}
+        if all(shared.buffer.numel() < size for shared in self._shared.values()):
+            self._shared = {}
+            self._shared = {device_uuid(device): _Shared.reserve(device, size) for device in self._devices}

@@ -258,6 +258,16 @@ def exports(memory, monkeypatch):
     return made
 
 
+def test_a_larger_policy_gets_a_larger_buffer(exports, memory):
+    sender = IPCTransport(DEVICES[:1], 8 * MB)
+    for megabytes, held in ((1, 1), (4, 4), (2, 4)):
+        update = WeightUpdate(sender, torch.float32, 8 * MB, 20.0, clear_cache=True)
+        assert update.update([Opener("GPU-0")], [("w", torch.zeros(megabytes * MB // 4))], 1) == {}
+        assert memory.now == held * MB
+    assert len(exports) == 2
+    sender.close()
+
+
 @pytest.mark.parametrize(("total", "largest"), [(20, 256), (100, 256), (100, 30)])
 def test_what_was_joined_fits_the_buffer(total, largest, exports, memory):
     weights = [(f"w{index}", torch.full((total * MB // 80,), float(index))) for index in range(20)]
