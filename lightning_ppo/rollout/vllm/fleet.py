@@ -27,11 +27,11 @@ class Fleet(Generic[C]):
     `start`, `update` and `close` block and belong to one thread at a time; `pick` belongs to event loops; everything
     else may be called from anywhere and returns at once.
 
-    Lock order: the update gate (held by `update`, and during every `push`) before the roster's lock, which is held for
-    moments only. Who holds the gate may wait for answers of servers, each with a deadline, and for requests that have
-    been picked; never for a request that waits in `pick`, because that may need a restarted server, which needs the
-    gate. Then nothing can deadlock: a server that died during a refit comes back after it, and a refit waits at most
-    for one `push` per restarted server.
+    Lock order: the update gate (held by `update` and `falling_asleep`, and during every `push`) before the roster's
+    lock, which is held for moments only. Who holds the gate may wait for answers of servers, each with a deadline, and
+    for requests that have been picked; never for a request that waits in `pick`, because that may need a restarted
+    server, which needs the gate. Then nothing can deadlock: a server that died during a refit comes back after it, and
+    a refit waits at most for one `push` per restarted server.
     """
 
     def __init__(
