@@ -1,6 +1,7 @@
 """Building what generates: engine, collector, and whatever an earlier run left to be repeated."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_ppo.rollout.snapshot import JOURNAL, rollout_fingerprint
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.vllm.devices import place_servers, uses_cuda, visible
 from lightning_ppo.validation import check_choice, require
 
 if TYPE_CHECKING:
@@ -61,11 +63,19 @@ def chosen_engine(engine: str, local: LocalEngineConfig, vllm: VLLMConfig) -> Lo
     return local if engine == "local" else vllm
 
 
-def build_ray(engine: LocalEngineConfig | VLLMConfig, rollout: RolloutConfig, ray: RayConfig) -> "RayRuntime | None":
+def build_ray(
+    engine: LocalEngineConfig | VLLMConfig, rollout: RolloutConfig, ray: RayConfig, trainer_devices: Sequence[int] = ()
+) -> "RayRuntime | None":
     """Build Ray's runtime if these settings need one, not started yet.
 
+    Args:
+        engine: Settings of the engine.
+        rollout: Settings of the rollouts.
+        ray: Settings of Ray.
+        trainer_devices: Numbers of the GPUs that the trainer uses on this machine.
+
     Raises:
-        ConfigError: Ray is needed and not installed.
+        ConfigError: Ray is needed and not installed; or see `place_servers`.
     """
     servers = engine.num_servers if isinstance(engine, VLLMConfig) and engine.placement == "ray" else 0
     if not servers and not rollout.reward_workers:
@@ -75,8 +85,12 @@ def build_ray(engine: LocalEngineConfig | VLLMConfig, rollout: RolloutConfig, ra
     from lightning_ppo.rollout.ray.resources import cpus_needed
     from lightning_ppo.rollout.ray.runtime import RayRuntime
 
+    gpus = None
+    if isinstance(engine, VLLMConfig) and servers and ray.address in (None, "local"):
+        placed = place_servers(engine, trainer_devices, colocated=rollout.colocated)
+        gpus = visible(placed.devices, os.environ.get("CUDA_VISIBLE_DEVICES", "")) if placed.devices else None
     num_cpus = cpus_needed(ray, servers, rollout.reward_workers)
-    return RayRuntime(ray, num_cpus=num_cpus, wanted_by=f"{field}={value}")
+    return RayRuntime(ray, num_cpus=num_cpus, gpus=gpus, wanted_by=f"{field}={value}")
 
 
 def build_engine(
@@ -85,6 +99,7 @@ def build_engine(
     directory: Path | None,
     ray: "RayRuntime | None",
     say: Callable[[str], None],
+    trainer_devices: Sequence[int] = (),
 ) -> Engine:
     """Build the engine that these settings describe, not started yet.
 
@@ -94,14 +109,19 @@ def build_engine(
         directory: Where logs go; None keeps them in temporary files.
         ray: Places vLLM servers, if the settings say so; started before the engine.
         say: Reports progress.
+        trainer_devices: Numbers of the GPUs that the trainer uses on this machine.
+
+    Raises:
+        ConfigError: see `place_servers`.
     """
     if isinstance(settings, LocalEngineConfig):
         return LocalEngine(settings, None if directory is None else directory / "engine.log")
     from lightning_ppo.rollout.vllm.engine import VLLMEngine
     from lightning_ppo.rollout.vllm.launch import Command, Launcher
-    from lightning_ppo.rollout.vllm.server_arguments import uses_cuda
 
     make_launcher, is_here = None, None
+    if settings.placement == "subprocess" or ray is None or ray.config.address in (None, "local"):
+        settings = place_servers(settings, trainer_devices, colocated=rollout.colocated)
     if ray is not None and settings.placement == "ray":
         from lightning_ppo.rollout.ray.servers import RayLauncher
 

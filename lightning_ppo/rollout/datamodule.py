@@ -91,7 +91,9 @@ class RolloutDataModule(L.LightningDataModule):
 
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
-        return build_engine(self.engine_config, self.rollout, self._directory, self._ray, log.info)
+        return build_engine(
+            self.engine_config, self.rollout, self._directory, self._ray, log.info, self._trainer_devices()
+        )
 
     @property
     def run_seed(self) -> int:
@@ -125,7 +127,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._directory = self._run_directory()
         if not self._trainer().is_global_zero:
             return
-        self._ray = build_ray(self.engine_config, self.rollout, self.ray_config)
+        self._ray = build_ray(self.engine_config, self.rollout, self.ray_config, self._trainer_devices())
         max_steps = self._trainer().max_epochs if self._trainer().state.fn == TrainerFn.FITTING else None
         self._generators = build_generators(
             self.make_engine(),
@@ -286,6 +288,10 @@ class RolloutDataModule(L.LightningDataModule):
         if self.trainer is None:
             raise RolloutError("RolloutDataModule is not attached to a trainer; pass it to Trainer.fit")
         return self.trainer
+
+    def _trainer_devices(self) -> list[int]:
+        devices = getattr(self._trainer().strategy, "parallel_devices", None) or []
+        return [device.index for device in devices if device.type == "cuda" and device.index is not None]
 
     def _run_directory(self) -> Path | None:
         """The logger's folder; without a logger nothing is written."""

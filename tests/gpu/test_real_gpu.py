@@ -13,7 +13,7 @@ import lightning_ppo as ppo
 from lightning_ppo.refit.host_weights import HostWeights
 from lightning_ppo.refit.incoming import Incoming
 from lightning_ppo.refit.ipc_transport import IPCTransport
-from lightning_ppo.refit.process_group import broadcast, join_group, open_store
+from lightning_ppo.refit.process_group import Group, open_store
 from lightning_ppo.rollout.engine import GenerationRequest, PolicySpec, SamplingParams
 from lightning_ppo.rollout.local import LocalEngine
 
@@ -141,7 +141,7 @@ def test_cuda_ipc_between_two_processes():
     torch.manual_seed(0)
     weights = {f"w{i}": torch.randn(257 + i, 1021) for i in range(8)}
     host = HostWeights.of(list(weights.items()), torch.float32, 2 * 2**20)
-    transport = IPCTransport([torch.device(GPU)])
+    transport = IPCTransport([torch.device(GPU)], 2 * 2**20)
     try:
         for version in range(3):
             child = Child(ours)
@@ -161,7 +161,9 @@ def test_a_group_of_one_on_nccl():
     """Two members would need two GPUs; joining and a broadcast on a stream are the same calls."""
     store = open_store("127.0.0.1", 0, 1, 30.0, is_master=True)
     torch.cuda.set_device(0)
-    group = join_group("nccl", store, "127.0.0.1", store.port, 0, 1, 30.0)
+    group = Group("nccl", store, "127.0.0.1", store.port, 0, 1, 30.0, torch.device(GPU))
     flat = torch.arange(1000, device=GPU).view(torch.uint8)
-    broadcast(group, flat)
+    torch.cuda.synchronize()
+    group.broadcast(flat, 30.0)
+    group.abort()
     assert torch.equal(flat.view(torch.int64).cpu(), torch.arange(1000))

@@ -289,6 +289,36 @@ def test_without_ray_nothing_is_launched_and_nothing_hangs(runtime):
     launcher.close()
 
 
+LOCAL_GPUS = """
+import os, sys
+import ray
+from lightning_ppo.rollout.ray.runtime import RayRuntime
+from lightning_ppo.rollout.ray.config import RayConfig
+
+os.environ["CUDA_VISIBLE_DEVICES"] = "7,5,3"
+runtime = RayRuntime(RayConfig(), gpus=["5", "3"])
+runtime.start()
+assert os.environ["CUDA_VISIBLE_DEVICES"] == "7,5,3"
+
+@ray.remote(num_gpus=1, num_cpus=0)
+class Server:
+    def seen(self):
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+servers = [Server.remote() for _ in range(2)]
+print(*ray.get([server.seen.remote() for server in servers], timeout=60))
+assert ray.cluster_resources()["GPU"] == 2
+runtime.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_local_ray_hands_out_what_the_trainer_leaves():
+    """Without its GPUs' numbers it would give the first server the trainer's own."""
+    found = subprocess.run([sys.executable, "-c", LOCAL_GPUS], check=True, timeout=200, capture_output=True, text=True)
+    assert sorted(found.stdout.split()) == ["3", "5"]
+
+
 GPUS = """
 import os, sys, time
 from pathlib import Path

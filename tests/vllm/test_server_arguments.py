@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lightning_ppo.errors import EngineError
+from lightning_ppo.errors import ConfigError, EngineError
 from lightning_ppo.refit.file_transport import FileTransport
 from lightning_ppo.refit.group_transport import GroupTransport
 from lightning_ppo.refit.shared_memory_transport import SharedMemoryTransport
@@ -46,7 +46,7 @@ def test_on_gpus(tmp_path):
     assert "--enable-sleep-mode" in arguments
     assert ours.environment(1, {})["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert ours.environment(1, {"CUDA_VISIBLE_DEVICES": "7,6,5,4"})["CUDA_VISIBLE_DEVICES"] == "5,4"
-    with pytest.raises(EngineError, match="are not among the 1 that CUDA_VISIBLE_DEVICES names"):
+    with pytest.raises(ConfigError, match="are not among the 1 that CUDA_VISIBLE_DEVICES names"):
         ours.environment(1, {"CUDA_VISIBLE_DEVICES": "7"})
     named = command(tmp_path, device="cuda", num_servers=2, devices=(3, 1), kv_cache_bytes=100, enforce_eager=True)
     assert [named.environment(index, {})["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["3", "1"]

@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from lightning_ppo.errors import ConfigError, EngineError
@@ -31,6 +32,8 @@ _RAY_SETS = ("RAY_AUTH_MODE",)
 # A token of this process: Ray would write one into the home folder. Ray reads it once per process.
 _TOKEN = ("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
 _REACH_S = 5.0
 _SHUTDOWN_S = 30.0
 # The paths of Ray's sockets may have 107 characters; all but this many are Ray's own.
@@ -48,6 +51,7 @@ class RayRuntime:
         config: RayConfig,
         *,
         num_cpus: float = 0.0,
+        gpus: Sequence[str] | None = None,
         start_timeout_s: float = 120.0,
         wanted_by: str = "placement=ray",
     ) -> None:
@@ -57,11 +61,14 @@ class RayRuntime:
             config: `address`, `local_object_store_bytes`.
             num_cpus: CPUs that will be asked for (see `cpus_needed`). A local Ray has as many, and at least those of
                 this machine.
+            gpus: Names of the GPUs that a local Ray may hand out, as in CUDA_VISIBLE_DEVICES; None means all that it
+                finds.
             start_timeout_s: How long Ray may take to start or to answer.
             wanted_by: The setting that asks for Ray, for messages.
         """
         self.config = config
         self._num_cpus = num_cpus
+        self._gpus = gpus
         self._start_timeout_s = start_timeout_s
         self._wanted_by = wanted_by
         self._lock = threading.Lock()
@@ -155,7 +162,11 @@ class RayRuntime:
             # This thread's only, for what it starts: the trainer may have pinned itself meanwhile.
             os.sched_setaffinity(0, self._cores)
         reaches_out = ray_constants.ENABLE_RAY_CLUSTER
+        visible = os.environ.get(_VISIBLE)
         try:
+            if "num_gpus" in settings:
+                # what Ray starts now numbers these; this process goes on with its own
+                os.environ[_VISIBLE] = ",".join(self._gpus or ())
             if settings["address"] == "local":
                 # If Ray was imported before, it has not seen the environment.
                 ray_constants.ENABLE_RAY_CLUSTER = False
@@ -166,6 +177,8 @@ class RayRuntime:
             return
         finally:
             ray_constants.ENABLE_RAY_CLUSTER = reaches_out
+            if "num_gpus" in settings:
+                _set_variable(_VISIBLE, visible)
             self._began.set()
         self._closing.wait()
         ray.shutdown(wait_for_processes=True)
@@ -184,6 +197,7 @@ class RayRuntime:
             "include_dashboard": False,
             "_node_ip_address": LOCAL_HOST,
             "_temp_dir": self._folder,
+            **({} if self._gpus is None else {"num_gpus": len(self._gpus)}),
         }
 
     def _cluster_settings(self) -> dict[str, Any]:
@@ -211,11 +225,15 @@ class RayRuntime:
 
     def _restore_environment(self) -> None:
         for name, value in self._saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+            _set_variable(name, value)
         self._saved = {}
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _import_ray(wanted_by: str) -> Any:

@@ -22,7 +22,8 @@ class VLLMConfig:
         device: `cpu`, `cuda`, or `auto` (cuda where this machine has it).
         devices_per_server: Devices of each server (its tensor-parallel size).
         devices: Numbers of the devices that servers started here may use, `devices_per_server` each in this order;
-            empty means 0, 1, 2, ... Not used by Ray, which assigns devices itself.
+            empty means those that the trainer leaves, and with `rollout.colocated` the trainer's own first. A Ray
+            cluster assigns devices itself.
         cores: CPU cores that our servers' processes are pinned to, dealt out evenly; empty leaves them free.
         trainer_cores: CPU cores that the trainer is pinned to while the servers run; empty leaves it free.
         trainer_threads: Threads of the trainer's process while the servers run; None leaves torch's setting.

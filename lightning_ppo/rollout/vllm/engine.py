@@ -13,13 +13,14 @@ from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec, check_request
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.control import Control
+from lightning_ppo.rollout.vllm.devices import uses_cuda
 from lightning_ppo.rollout.vllm.dispatch import Dispatcher
 from lightning_ppo.rollout.vllm.examine import examine
 from lightning_ppo.rollout.vllm.fleet import Fleet, Progress
 from lightning_ppo.rollout.vllm.generation import GenerationClient
 from lightning_ppo.rollout.vllm.launch import Command, Launcher, SubprocessLauncher, check_cores
 from lightning_ppo.rollout.vllm.member import Member
-from lightning_ppo.rollout.vllm.server_arguments import ServerCommand, uses_cuda
+from lightning_ppo.rollout.vllm.server_arguments import ServerCommand
 from lightning_ppo.rollout.vllm.sleep import Sleep
 from lightning_ppo.rollout.vllm.transports import make_transport
 from lightning_ppo.rollout.vllm.weight_update import WeightUpdate

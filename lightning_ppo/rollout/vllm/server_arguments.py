@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import torch
-
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.vllm_backend import BACKEND, PLAIN_WEIGHTS
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.vllm.devices import uses_cuda, visible
 
 SERVED_NAME = "policy"
 _CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
@@ -43,11 +42,6 @@ def write_model_folder(folder: Path, config_json: str) -> None:
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(config_json, encoding="utf-8")
-
-
-def uses_cuda(config: VLLMConfig) -> bool:
-    """Whether the servers that we start run on GPUs."""
-    return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
 
 
 @dataclass(frozen=True)
@@ -145,12 +139,4 @@ class ServerCommand:
     def _devices(self, index: int, environment: Mapping[str, str]) -> list[str]:
         count = self.config.devices_per_server
         mine = self.config.devices[index * count : (index + 1) * count] or range(index * count, (index + 1) * count)
-        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        if not visible:
-            return [str(number) for number in mine]
-        if max(mine) >= len(visible):
-            raise EngineError(
-                f"vllm.devices={list(mine)} of server_{index} are not among the {len(visible)} that"
-                " CUDA_VISIBLE_DEVICES names; list others"
-            )
-        return [visible[number] for number in mine]
+        return visible(mine, environment.get("CUDA_VISIBLE_DEVICES", ""))

@@ -1,7 +1,6 @@
 """Which way weights take, from the settings."""
 
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from lightning_ppo.refit.ipc_transport import IPCTransport
 from lightning_ppo.refit.shared_memory_transport import SharedMemoryTransport
 from lightning_ppo.refit.transport import WeightTransport
 from lightning_ppo.rollout.vllm.config import Transport, VLLMConfig
-from lightning_ppo.rollout.vllm.server_arguments import uses_cuda
+from lightning_ppo.rollout.vllm.devices import uses_cuda
 
 
 def choose_transport(config: VLLMConfig, *, is_here: bool) -> Transport:
@@ -46,7 +45,8 @@ def make_transport(config: VLLMConfig, *, is_here: bool) -> WeightTransport:
     if kind == "file":
         return FileTransport(Path(config.transfer_folder or "."))
     if kind == "ipc":
-        return IPCTransport([torch.device("cuda", number) for number in _device_numbers(config)], config.bucket_bytes)
+        numbers = config.devices or range(min(torch.cuda.device_count(), config.num_devices))
+        return IPCTransport([torch.device("cuda", number) for number in numbers], config.bucket_bytes)
     if kind == "gloo":
         return GroupTransport("gloo", _address(config.group_host), config.update_timeout_s)
     if kind == "nccl":
@@ -54,14 +54,6 @@ def make_transport(config: VLLMConfig, *, is_here: bool) -> WeightTransport:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         return GroupTransport("nccl", _address(config.group_host), config.update_timeout_s, device)
     return SharedMemoryTransport()
-
-
-def _device_numbers(config: VLLMConfig) -> Sequence[int]:
-    if not torch.cuda.is_available():
-        return ()
-    count = torch.cuda.device_count()
-    # Ray chooses devices itself; other servers that start with us take the first ones
-    return config.devices or range(count if config.placement == "ray" else min(count, config.num_devices))
 
 
 def _address(host: str) -> str:
