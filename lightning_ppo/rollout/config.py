@@ -123,6 +123,13 @@ class RolloutConfig:
         check_number("validation_temperature", self.validation_temperature, 0)
         check_number("validation_top_p", self.validation_top_p, 0, 1, open_low=True)
         check_count("validation_top_k", self.validation_top_k, 0)
+        for name, off in (("validation_top_p", 1), ("validation_top_k", 0)):
+            value, why = getattr(self, name), "has no effect with validation_temperature=0, which is greedy"
+            ok = value == off or self.validation_temperature > 0
+            require(ok, name, value, why, "set validation_temperature > 0, or drop it")
+        if self.stop_token_ids is not None:
+            ok = isinstance(self.stop_token_ids, (tuple, list)) and all(map(_is_token, self.stop_token_ids))
+            require(ok, "stop_token_ids", self.stop_token_ids, "are no token ids", "set a tuple of whole numbers >= 0")
         if self.seed is not None:
             check_count("seed", self.seed, 0)
         check_number("timeout_s", self.timeout_s, 0, open_low=True)
@@ -209,3 +216,7 @@ class RolloutConfig:
         """Return how responses of validate and predict are sampled."""
         temperature, top_p, top_k = self.validation_temperature, self.validation_top_p, self.validation_top_k
         return SamplingParams(self.max_response_tokens, temperature, top_p, top_k, stop_token_ids)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

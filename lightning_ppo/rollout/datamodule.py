@@ -111,7 +111,8 @@ class RolloutDataModule(L.LightningDataModule):
 
         Raises:
             DataError: a row cannot be used.
-            ConfigError: the reward asks for a column that is not there, or the policy lacks a token of the tokenizer.
+            ConfigError: the reward asks for a column that is not there, the policy lacks a token of the tokenizer or of
+                `stop_token_ids`, or rollouts are to be recorded without a run folder.
         """
         self._seed = self._last.seed(self.trainer, self.rollout.run_seed)
         self._data = DataSets.load(
@@ -125,10 +126,13 @@ class RolloutDataModule(L.LightningDataModule):
         )
         # a collective, so it is asked for here and not by rank 0 alone
         self._directory = self._run_directory()
+        is_fit = self._trainer().state.fn == TrainerFn.FITTING
+        if is_fit and self.rollout.record_rollouts and self._directory is None:
+            raise reject("record_rollouts", True, "has no folder to write to", "set trainer.logger, or switch it off")
         if not self._trainer().is_global_zero:
             return
         self._ray = build_ray(self.engine_config, self.rollout, self.ray_config, self._trainer_devices())
-        max_steps = self._trainer().max_epochs if self._trainer().state.fn == TrainerFn.FITTING else None
+        max_steps = self._trainer().max_epochs if is_fit else None
         self._generators = build_generators(
             self.make_engine(),
             self._data,

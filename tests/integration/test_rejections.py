@@ -342,6 +342,18 @@ def test_reward_column_that_validation_lacks(make_run):
     assert_refused(run, "reward=asks_for_more asks for answer, ")
 
 
+def test_stop_tokens_that_the_policy_lacks(make_run):
+    assert_refused(make_run(1, rollout={"stop_token_ids": (1, 42)}), "stop_token_ids=(1, 42) has [42], which ")
+    make_run(1, rollout={"stop_token_ids": (1, 41)}).fit()
+
+
+def test_recording_without_a_run_folder(make_run):
+    run = make_run(1, rollout={"record_rollouts": True}, validation_prompts=[{"prompt": "^a="}])
+    run.trainer.validate(run.module, run.data, verbose=False)
+    run = make_run(1, rollout={"record_rollouts": True})
+    assert_refused(run, "record_rollouts=True has no folder to write to; ")
+
+
 def test_missing_chunk_record(make_run, tmp_path):
     run = make_run(1, rollout={"replay_chunks": str(tmp_path / "nowhere.jsonl")})
     assert_refused(run, "replay_chunks=", error=DataError)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ppo.validation import check_choice, check_count, check_number
+import torch
+
+from lightning_ppo.validation import check_choice, check_count, check_number, reject
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,10 @@ class LocalEngineConfig:
         check_count("num_threads", self.num_threads)
         if self.trainer_threads is not None:
             check_count("trainer_threads", self.trainer_threads)
+        try:
+            torch.device(self.device)
+        except (RuntimeError, TypeError) as error:
+            raise reject("device", self.device, "is no device of torch", "set cpu, cuda or cuda:0") from error
         check_choice("dtype", self.dtype, ("float32", "bfloat16"))
         check_choice("backend", self.backend, ("auto", "native", "transformers"))
         check_number("start_timeout_s", self.start_timeout_s, 0, open_low=True)

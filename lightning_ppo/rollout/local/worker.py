@@ -48,7 +48,7 @@ class Worker:
         torch.set_num_threads(config.num_threads)
         self._replies, self._files = replies, files
         self._skeleton = Skeleton.of(start.spec.config_json)
-        device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+        device, dtype = _usable(config.device), getattr(torch, config.dtype)
         problem = self._skeleton.native_problem(context)
         if config.backend == "native" and problem is not None:
             raise EngineError(
@@ -136,6 +136,17 @@ class Worker:
             if self._weights is not None:
                 self._scheduler.load(self._skeleton.canonical(self._weights.views))
         self._replies.send(Done(self._version))
+
+
+def _usable(name: str) -> torch.device:
+    device = torch.device(name)
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        # a torch without CUDA asserts, one that finds no device raises an error of several lines
+        why = str(error).splitlines()[0].rstrip(".")
+        raise EngineError(f"device={name} cannot be used here ({why}); set local.device=cpu") from error
+    return device
 
 
 def _receive(connection: "Connection[Reply, list[Command]]", inbox: "queue.SimpleQueue[list[Command]]") -> None:

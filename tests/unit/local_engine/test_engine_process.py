@@ -198,6 +198,18 @@ def test_a_start_that_takes_too_long_names_the_setting(policy) -> None:
 
 
 @pytest.mark.slow
+def test_a_device_that_is_not_there_is_refused_in_one_line(policy) -> None:
+    name = f"cuda:{torch.cuda.device_count()}"
+    engine = LocalEngine(LocalEngineConfig(device=name))
+    with pytest.raises(
+        EngineError, match=rf"^device={name} cannot be used here \([^\n]+\); set local.device=cpu$"
+    ) as raised:
+        engine.start(_spec(policy("llama")))
+    assert not isinstance(raised.value, EngineDiedError)
+    assert _wait_gone(engine.pid, 5)
+
+
+@pytest.mark.slow
 def test_native_refuses_other_architectures_and_auto_falls_back(policy, started, request_of, sample_all) -> None:
     refused = LocalEngine(LocalEngineConfig(backend="native"))
     with pytest.raises(EngineError, match="backend=native cannot serve model_type=gpt2"):
