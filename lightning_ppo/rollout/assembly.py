@@ -3,10 +3,12 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_ppo.batch import PromptGroup
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.data_sets import DataSets
@@ -210,6 +212,7 @@ def build_collector(
     align = group_alignment(generations=config.num_generations_per_prompt, dp_sizes=(place.ranks,))
     recorded = None
     sampler = make_sampler(config, place.warmup_steps)
+    stream = PromptStream(len(prompts), place.run_seed, config.shuffle)
     header = RunHeader.of(
         config,
         seed=place.run_seed,
@@ -219,11 +222,12 @@ def build_collector(
     )
     if config.replay_schedule is not None and place.max_steps is not None:
         fingerprint = rollout_fingerprint(prompts, place.run_seed, config, stop_token_ids)
-        recorded = _recording(config.replay_schedule, prompts, fingerprint, header, place, is_reproducible)
+        read = partial(Journal.read, fingerprint=fingerprint, prompts=prompts, row_of=stream.row_of)
+        recorded = _recording(config.replay_schedule, read, header, place, is_reproducible)
     collector = Collector(
         engine,
         prompts,
-        PromptStream(len(prompts), place.run_seed, config.shuffle),
+        stream,
         reward,
         sampler if recorded is None else recorded.sampler,
         config,
@@ -241,16 +245,18 @@ def build_collector(
 
 
 def _recording(
-    path: str, prompts: PromptSet, fingerprint: str, header: RunHeader, place: RunPlace, is_reproducible: bool
+    path: str,
+    read_journal: Callable[[Path], list[PromptGroup]],
+    header: RunHeader,
+    place: RunPlace,
+    is_reproducible: bool,
 ) -> RecordedRun:
     folder = Path(path).parent
     if place.directory is not None:
         is_other = folder.resolve() != place.directory.resolve()
         why = "is this run's own, which it would write over"
         require(is_other, "replay_schedule", path, why, "give the replay a folder of its own")
-    recorded = RecordedRun.load(
-        path, header, place.max_steps or 0, lambda: Journal.read(folder / JOURNAL, fingerprint, prompts)
-    )
+    recorded = RecordedRun.load(path, header, place.max_steps or 0, lambda: read_journal(folder / JOURNAL))
     require(
         is_reproducible or not recorded.generates,
         "replay_schedule",

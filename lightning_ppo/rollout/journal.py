@@ -1,7 +1,8 @@
 """The journal: finished prompt groups appended to the run's folder, so that a kill between checkpoints loses none.
 
 One file per writer and PPO step, `step_000012.bin`; writers after the first (resumed runs in the same folder) add their
-number, `step_000012_r1.bin`, and never touch a file of an earlier one. A file starts with magic "LPRJ" | format u32;
+number, `step_000012_r1.bin`. A file belongs to the writer that made it, also of two that began at once with the same
+number: whoever comes second takes the next one. A file starts with magic "LPRJ" | format u32;
 then come frames. The first holds JSON {"fingerprint", "lineage"}, every other one a group (`group_codec`)::
 
     frame: payload bytes u32 | crc32 u32 of the payload | crc32 u32 of these two numbers | payload
@@ -14,13 +15,14 @@ version number has an owner. A record counts for a checkpoint only if both give 
 """
 
 import json
+import logging
 import os
 import re
 import struct
 import threading
 import uuid
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from lightning_ppo.batch import PromptGroup
 from lightning_ppo.errors import CheckpointError, RolloutError
 from lightning_ppo.rollout.group_codec import decode_group, encode_group
 from lightning_ppo.rollout.prompts import PromptSet
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 1
 _MAGIC = b"LPRJ"
@@ -55,7 +59,9 @@ class Journal:
         self._directory = Path(directory)
         self._fingerprint = fingerprint
         self._keep = keep
-        self._number = max((writer for writer, _, _ in _files(self._directory)), default=-1) + 1
+        self._number = self._earlier = _next_number(self._directory)
+        """The second one stays: runs with lower numbers were there before, those with others go on beside this one."""
+        self._own: set[Path] = set()
         self._id = uuid.uuid4().hex
         self._lineage: Lineage = [[self._id, None]]
         self._lock = threading.Lock()
@@ -103,7 +109,7 @@ class Journal:
             self.append(group, ppo_step)
         if not self._keep:
             for writer, _, path in _files(self._directory):
-                if writer < self._number:
+                if writer < self._earlier:
                     path.unlink(missing_ok=True)
 
     def trim(self, before_step: int) -> None:
@@ -124,7 +130,11 @@ class Journal:
 
     @staticmethod
     def read(
-        directory: Path, fingerprint: str, prompts: PromptSet, lineage: Lineage | None = None
+        directory: Path,
+        fingerprint: str,
+        prompts: PromptSet,
+        row_of: Callable[[int], int],
+        lineage: Lineage | None = None,
     ) -> list[PromptGroup]:
         """Read all whole records, oldest first; a draw may stand there several times.
 
@@ -132,13 +142,14 @@ class Journal:
             directory: As for `Journal`; need not exist.
             fingerprint: As for `Journal`.
             prompts: The data set.
-            lineage: The checkpoint's; groups whose newest policy version belongs to another run are left out. None
-                takes every group.
+            row_of: The row that a draw stands for (`PromptStream.row_of`); groups of another row are left out.
+            lineage: The checkpoint's; groups whose newest policy version belongs to another run are left out, and files
+                of runs that have nothing to do with it. None takes every group of every file.
 
         Raises:
             CheckpointError: a file has another fingerprint or format, or is damaged anywhere but at its cut-off end.
         """
-        found = []
+        found, misplaced = [], 0
         for _, _, path in _files(Path(directory)):
             try:
                 data = path.read_bytes()
@@ -147,14 +158,24 @@ class Journal:
             written: Lineage | None = None
             for payload in _payloads(path, data):
                 if written is None:
-                    written = _lineage_of(path, payload, fingerprint)
+                    header = json.loads(payload)
+                    written = header["lineage"]
+                    if lineage is not None and not _writers(written) & _writers(lineage):
+                        break
+                    _check_fingerprint(path, header, fingerprint)
                     continue
                 try:
                     group = decode_group(payload, prompts)
                 except CheckpointError as error:
                     raise CheckpointError(f"{path}: {error}") from error
-                if lineage is None or _owner(written, group) == _owner(lineage, group):
-                    found.append(group)
+                if lineage is not None and _owner(written, group) != _owner(lineage, group):
+                    continue
+                if group.prompt.row != row_of(group.draw):
+                    misplaced += 1
+                    continue
+                found.append(group)
+        if misplaced:
+            _log.warning("%s: %d groups of other prompts than their draws' are left out", directory, misplaced)
         return found
 
     def _write(self, record: bytes, ppo_step: int) -> None:
@@ -162,8 +183,7 @@ class Journal:
             if self._file is None or ppo_step != self._step:
                 self._close()
                 self._directory.mkdir(parents=True, exist_ok=True)
-                suffix = f"_r{self._number}" if self._number else ""
-                self._file = FileIO(self._directory / f"step_{ppo_step:06d}{suffix}.bin", "a")
+                self._file = self._open(ppo_step)
                 self._step = ppo_step
             size = self._file.seek(0, os.SEEK_END)
             data = record if size else self._header() + record
@@ -175,6 +195,19 @@ class Journal:
             raise RolloutError(
                 f"journal={self._directory} cannot be written ({error}); free some space, or set journal=False"
             ) from error
+
+    def _open(self, ppo_step: int) -> FileIO:
+        while True:
+            suffix = f"_r{self._number}" if self._number else ""
+            path = self._directory / f"step_{ppo_step:06d}{suffix}.bin"
+            try:
+                file = FileIO(path, "a" if path in self._own else "x")
+            except FileExistsError:
+                # another run began in this folder at the same moment
+                self._number = _next_number(self._directory)
+                continue
+            self._own.add(path)
+            return file
 
     def _header(self) -> bytes:
         text = json.dumps({"fingerprint": self._fingerprint, "lineage": self._lineage}).encode()
@@ -201,6 +234,14 @@ def _files(directory: Path) -> list[tuple[int, int, Path]]:
     """Return (writer, step, path) of every file, in the order in which they were written."""
     names = ((path, _NAME.fullmatch(path.name)) for path in directory.glob("step_*.bin"))
     return sorted((int(match[2] or 0), int(match[1]), path) for path, match in names if match)
+
+
+def _next_number(directory: Path) -> int:
+    return max((writer for writer, _, _ in _files(directory)), default=-1) + 1
+
+
+def _writers(lineage: Lineage) -> set[str]:
+    return {writer for writer, _ in lineage}
 
 
 def _frame(payload: bytes) -> bytes:
@@ -231,14 +272,11 @@ def _payloads(path: Path, data: bytes) -> Iterable[bytes]:
         begin = start + size
 
 
-def _lineage_of(path: Path, payload: bytes, fingerprint: str) -> Lineage:
-    header = json.loads(payload)
+def _check_fingerprint(path: Path, header: Mapping[str, Any], fingerprint: str) -> None:
     if header["fingerprint"] != fingerprint:
         raise CheckpointError(
             f"{path} is the journal of other prompts, seed or settings; use another folder, or set restore=none"
         )
-    lineage: Lineage = header["lineage"]
-    return lineage
 
 
 def _damaged(path: Path, place: int) -> CheckpointError:

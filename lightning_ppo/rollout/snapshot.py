@@ -245,4 +245,4 @@ class Snapshots:
         if not Path(folder).is_dir():
             _log.info("journal %s is not there any more: what it held is generated again", folder)
             return []
-        return Journal.read(Path(folder), self._fingerprint, self._prompts, saved.lineage)
+        return Journal.read(Path(folder), self._fingerprint, self._prompts, self._stream.row_of, saved.lineage)

@@ -50,7 +50,7 @@ def write(opened: Callable[..., Journal]) -> Callable[..., Journal]:
 
 
 def read(directory: Path, lineage: Any = None) -> list[int]:
-    return [group.draw for group in Journal.read(directory, "data", PROMPTS, lineage)]
+    return [group.draw for group in Journal.read(directory, "data", PROMPTS, int, lineage)]
 
 
 def names(directory: Path) -> list[str]:
@@ -63,7 +63,7 @@ def test_groups_come_back_in_the_order_in_which_they_were_finished(write, tmp_pa
     with_payload = [(make_group(draw, size=2, version=step, target_step=step), step) for draw, step in order]
     write(directory, with_payload)
     assert names(directory) == ["step_000000.bin", "step_000001.bin", "step_000012.bin"]
-    again = Journal.read(directory, "data", PROMPTS)
+    again = Journal.read(directory, "data", PROMPTS, int)
     assert [encode_group(group) for group in again] == [encode_group(group) for group, _ in with_payload]
 
 
@@ -102,7 +102,7 @@ def test_a_writer_killed_in_the_middle_leaves_every_record_it_finished(tmp_path:
         finally:
             guard.cancel()
             process.kill()
-    groups = Journal.read(tmp_path, "data", PROMPTS)
+    groups = Journal.read(tmp_path, "data", PROMPTS, lambda draw: 0)
     assert len(groups) > 120
     assert [group.draw for group in groups] == list(range(len(groups)))
     assert groups[-1].trajectories[0].response_ids.tolist() == list(range(200))
@@ -152,14 +152,14 @@ def test_damage_anywhere_but_a_cut_off_end_is_refused_in_one_line(write, tmp_pat
 def test_another_fingerprint_is_refused(write, tmp_path: Path, fingerprint: str) -> None:
     write(tmp_path, [(make_group(0), 0)])
     with pytest.raises(CheckpointError, match="journal of other prompts"):
-        Journal.read(tmp_path, fingerprint, PROMPTS)
+        Journal.read(tmp_path, fingerprint, PROMPTS, int)
 
 
 def test_a_group_of_an_unknown_row_is_refused_with_the_file(write, tmp_path: Path) -> None:
     write(tmp_path, [(make_group(49), 0)])
     fewer = PromptSet([{"prompt": "^a="}], char_tokenizer(), 8)
     with pytest.raises(CheckpointError, match=r"step_000000\.bin: a saved rollout is of row 49, the data set has 1"):
-        Journal.read(tmp_path, "data", fewer)
+        Journal.read(tmp_path, "data", fewer, int)
 
 
 def test_trim_deletes_what_a_checkpoint_holds(write, tmp_path: Path) -> None:
@@ -208,6 +208,63 @@ def test_nothing_of_another_branch_is_used(write, opened, tmp_path: Path) -> Non
     fourth.fork([], 2, second.lineage, 2)
     assert [last for _, last in fourth.lineage] == [2, None]
     assert fourth.lineage[0][0] == first.lineage[0][0]
+
+
+def test_runs_that_begin_at_once_in_one_folder_share_no_file(opened, tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(tmp_path)
+    for journal, draw in ((first, 0), (second, 10), (first, 1), (second, 11)):
+        journal.append(make_group(draw), 0)
+    second.append(make_group(12), 1)
+    first.append(make_group(2), 1)
+    second.append(make_group(13), 2)
+    assert names(tmp_path) == [
+        "step_000000.bin",
+        "step_000000_r1.bin",
+        "step_000001.bin",
+        "step_000001_r1.bin",
+        "step_000002_r1.bin",
+    ]
+    assert read(tmp_path, first.lineage) == [0, 1, 2]
+    assert read(tmp_path, second.lineage) == [10, 11, 12, 13]
+
+
+def test_of_two_runs_that_resume_at_once_neither_drops_the_others_journal(opened, tmp_path: Path) -> None:
+    parent = opened(tmp_path)
+    parent.append(make_group(0), 0)
+    first, second = opened(tmp_path), opened(tmp_path)
+    first.fork([make_group(1, version=1)], 1, parent.lineage, 1)
+    second.fork([make_group(2, version=1)], 1, parent.lineage, 1)
+    first.append(make_group(3, version=2), 2)
+    second.append(make_group(4, version=2), 2)
+    assert read(tmp_path, first.lineage) == [1, 3, 2]
+    assert read(tmp_path, second.lineage) == [1, 2, 4]
+    assert "step_000000.bin" not in names(tmp_path)
+
+
+def test_groups_of_other_prompts_than_their_draws_are_left_out(write, tmp_path: Path, caplog) -> None:
+    wrong = dataclasses.replace(make_group(3), prompt=PROMPTS[4])
+    write(tmp_path, [(make_group(2), 0), (wrong, 0), (make_group(5), 0)])
+    assert read(tmp_path) == [2, 5]
+    assert "1 groups of other prompts than their draws' are left out" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_files_of_runs_that_have_nothing_to_do_with_the_checkpoint_are_in_nobodys_way(
+    write, tmp_path: Path, damage: bool
+) -> None:
+    other = Journal(tmp_path, "other settings", False)
+    other.append(make_group(7), 3)
+    other.append(make_group(8), 3)
+    other.close()
+    path = tmp_path / "step_000003.bin"
+    if damage:
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    journal = write(tmp_path, [(make_group(0), 0)])
+    assert read(tmp_path, journal.lineage) == [0]
+    with pytest.raises(CheckpointError, match="journal of other prompts"):
+        read(tmp_path)
 
 
 def test_a_checkpoint_without_lineage_takes_nothing_and_starts_its_own(write, opened, tmp_path: Path) -> None:
