@@ -51,11 +51,16 @@ class _Limits:
     ppo_step: int
     policy_version: int
     window: VersionWindow
+    is_on_policy: bool
+
+    def oldest_allowed(self, target: int | None) -> int:
+        """Return the oldest version that a group's own step may train (unstamped: this one)."""
+        step = self.ppo_step if target is None else target
+        return self.window.oldest_allowed(step, 0 if self.is_on_policy else None)
 
     def fits(self, group: PromptGroup, target: int | None) -> bool:
-        """Whether a group is neither newer than the policy nor too old for its own step (unstamped: for this one)."""
-        oldest = self.window.oldest_allowed(self.ppo_step if target is None else target)
-        return newest_version(group) <= self.policy_version and group.oldest_version >= oldest
+        """Whether a group is neither newer than the policy nor too old for its own step."""
+        return newest_version(group) <= self.policy_version and group.oldest_version >= self.oldest_allowed(target)
 
     def is_open(self, item: PendingDraw) -> bool:
         """Whether the gate lets groups of this step be dispatched now."""
@@ -72,6 +77,7 @@ def plan_restore(
     ppo_step: int,
     policy_version: int,
     window: VersionWindow,
+    is_on_policy: bool,
     mode: Literal["fill", "drop_incomplete", "none"],
     groups_per_step: int,
     capacity: int,
@@ -84,7 +90,8 @@ def plan_restore(
        than the restored one. A draw of the checkpoint without any is generated again; one of the journal alone is
        handed out again. Draws of the checkpoint keep their target step, whatever the journal says.
     3. A group that would be too old in its own step (unstamped: in `ppo_step`) is generated again; finished siblings
-       likewise, one by one.
+       likewise, one by one. In a run on policy any policy update in between is too old, whatever the window allows:
+       nothing corrects for it.
     4. A step never gets more than `groups_per_step` groups; draws of the checkpoint go first, then low draws.
     5. `drop_incomplete`: finished groups of steps that are not complete are generated again. Unstamped: those beyond
        the last multiple of `groups_per_step`.
@@ -100,6 +107,7 @@ def plan_restore(
         ppo_step: The step that the run resumes with.
         policy_version: The restored policy.
         window: Lead and age of this run.
+        is_on_policy: Whether this run trains what was sampled from the very policy (`Sampler.is_on_policy`).
         mode: `RolloutConfig.restore`; `none` keeps nothing.
         groups_per_step: P.
         capacity: Buffer slots.
@@ -107,7 +115,7 @@ def plan_restore(
     """
     if mode == "none":
         return RestorePlan()
-    limits = _Limits(ppo_step, policy_version, window)
+    limits = _Limits(ppo_step, policy_version, window, is_on_policy)
     groups, waiting = _candidates(saved, journal, in_flight, limits, group_size)
     kept: _Kept = {}
     for draw in sorted(groups.keys() | waiting.keys()):
@@ -154,7 +162,7 @@ def _candidates(
 
 def _again(item: PendingDraw, limits: _Limits) -> PendingDraw:
     """Return a draw to be generated, with those finished siblings that may still be trained."""
-    oldest = limits.window.oldest_allowed(limits.ppo_step if item.target_step is None else item.target_step)
+    oldest = limits.oldest_allowed(item.target_step)
 
     def fits(row: Trajectory) -> bool:
         versions = row.policy_versions[row.response_mask]

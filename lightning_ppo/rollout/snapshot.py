@@ -1,8 +1,8 @@
 """What a checkpoint holds of the rollouts, and what a resumed run takes over from it and from the journal."""
 
 import logging
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +190,10 @@ class Snapshots:
         self._loaded, self._saved, self._found = None, SavedRollouts(), []
         if plan.ready or plan.pending:
             _log.info("took over %d finished groups; %d are generated again", len(plan.ready), len(plan.pending))
-        lost = {step: count for step, count in self._lost.items() if step >= ppo_step}
-        self._pump.dropped.update(lost)
         taken = [*(group.target_step for group in plan.ready), *(item.target_step for item in plan.pending)]
-        return taken + [step for step, count in lost.items() for _ in range(count)]
+        lost = self._still_lost(ppo_step, taken)
+        self._pump.dropped.update(lost)
+        return taken + list(lost.elements())
 
     def close(self) -> None:
         """Close the journal; safe to call twice."""
@@ -213,11 +213,21 @@ class Snapshots:
             ppo_step=ppo_step,
             policy_version=version,
             window=self._window,
+            is_on_policy=self._sampler.is_on_policy,
             mode=config.restore,
             groups_per_step=config.num_prompts_per_step,
             capacity=config.buffer_capacity,
             group_size=config.num_generations_per_prompt,
         )
+
+    def _still_lost(self, ppo_step: int, taken: Iterable[int | None]) -> Counter[int | None]:
+        """Return the groups that each step to come lacks for good: a smaller step may have enough without them."""
+        size, held = self._config.num_prompts_per_step, Counter(taken)
+        lost: Counter[int | None] = Counter()
+        for step, count in self._lost.items():
+            if step >= ppo_step:
+                lost[step] = max(0, min(count, size - max(1, held[step])))
+        return lost
 
     def _decode(self, state: Mapping[str, Any]) -> SavedRollouts:
         config = self._config

@@ -104,10 +104,15 @@ class VersionWindow:
         """Return how many policy updates lie between two versions: max(0, v - W) - max(0, g - W)."""
         return max(0, trained_version - self.warmup_steps) - max(0, sampled_version - self.warmup_steps)
 
-    def oldest_allowed(self, version: int) -> int:
+    def oldest_allowed(self, version: int, max_age: int | None = None) -> int:
         """Return the lowest version whose policy age at `version` is at most A.
 
         The bound is inclusive: what the frozen policy sampled is allowed at W + A still, where nobody could make it
         again in time.
+
+        Args:
+            version: The version that trains.
+            max_age: Another A.
         """
-        return 0 if version <= self.warmup_steps + self.max_age else version - self.max_age
+        age = self.max_age if max_age is None else max_age
+        return 0 if version <= self.warmup_steps + age else version - age

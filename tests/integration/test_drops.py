@@ -239,7 +239,11 @@ def test_a_group_dropped_ahead_of_its_step_is_missing_there_and_nowhere_else(mak
     assert [record.trained(step) for step in range(3)] == [[0, 1, 2, 3], [4, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_step_that_lost_a_group_stays_short_after_a_resume(make_run, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("size", "kept", "groups"), [(4, [4, 6, 7], 3), (5, [4, 6, 7], 4), (3, [4, 6, 7], 3), (2, [4, 6], 2)]
+)
+def test_a_step_that_lost_a_group_stays_short_after_a_resume(make_run, tmp_path, size, kept, groups) -> None:
+    """Unless steps got so small that it has enough without."""
     path = tmp_path / "step1.ckpt"
 
     class SaveOnceDropped(ppo.PPOCallback):
@@ -260,8 +264,13 @@ def test_a_step_that_lost_a_group_stays_short_after_a_resume(make_run, tmp_path)
     }
     make_run(2, fake=failing_engine(5), callbacks=[SaveOnceDropped()], **settings).fit()
     record = Record()
-    make_run(3, fake=failing_engine(5), callbacks=[record], **settings).fit(path)
-    assert [record.trained(step) for step in (1, 2)] == [[4, 6, 7], [8, 9, 10, 11]]
+    settings["rollout"] |= {"num_prompts_per_step": size, "min_groups_for_streaming_train": size}
+    make_run(4, fake=failing_engine(5), callbacks=[record], **settings).fit(path)
+    assert record.trained(1)[: len(kept)] == kept
+    assert len(record.trained(1)) == groups
+    assert len(record.trained(2)) == len(record.trained(3)) == size
+    trained = [draw for step in (1, 2, 3) for draw in record.trained(step)]
+    assert len(set(trained)) == len(trained)
 
 
 @pytest.mark.parametrize("step", [0, 1])

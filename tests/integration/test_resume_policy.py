@@ -37,6 +37,8 @@ POLICIES = {
     ),
     # steps 2 and 3 were sampled from versions 0 and 1
     "stale groups": ({"max_lookahead_versions": 1, "max_trajectory_age_steps": 1}, ALL, SAME),
+    # nothing corrects for what older policies sampled, however old it may be
+    "on policy": ({"max_lookahead_versions": 0}, ALL, SAME),
     "fewer prompts per step": (
         {"num_prompts_per_step": 2, "min_groups_for_streaming_train": 1},
         {9: 1, 17: 2, **dict.fromkeys((10, 11, 14, 15, 18, 19), 2)},

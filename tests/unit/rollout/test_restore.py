@@ -54,6 +54,7 @@ def plan(
         "ppo_step": 5,
         "policy_version": 5,
         "window": VersionWindow(1, 1),
+        "is_on_policy": False,
         "mode": "fill",
         "groups_per_step": 2,
         "capacity": 6,
@@ -134,6 +135,28 @@ TABLE: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         {"saved": [group(0, 6, 0)], "window": VersionWindow(1, 1, warmup_steps=4, warmup_lead=4)},
         [],
         [(0, 6, 5, [])],
+    ),
+    "on policy nothing of an older one is kept": (
+        {
+            "saved": [group(0, 5), group(1, 5, 4)],
+            "journal": [group(2, 5, (4, 5, 5))],
+            "in_flight": [pending(3, 5, 4, g0=4, g1=5)],
+            "window": VersionWindow(0, 1),
+            "is_on_policy": True,
+            "groups_per_step": 4,
+        },
+        [(0, 5)],
+        [(1, 5, 5, []), (2, 5, 5, []), (3, 5, 4, [1])],
+    ),
+    "on policy, unstamped: neither": (
+        {"saved": [group(0), group(1, None, 4)], "window": VersionWindow(0, 1), "is_on_policy": True},
+        [(0, None)],
+        [(1, None, 5, [])],
+    ),
+    "on policy the frozen versions of the warm-up are one": (
+        {"saved": [group(0, 5, 1)], "window": VersionWindow(0, 1, warmup_steps=5), "is_on_policy": True},
+        [(0, 5)],
+        [],
     ),
     "finished siblings are kept with their start version": (
         {"in_flight": [pending(2, 5, 4, g1=4)]},
