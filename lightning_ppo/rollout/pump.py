@@ -15,6 +15,7 @@ from lightning_ppo.rollout.recorded_run import RecordedRun
 from lightning_ppo.rollout.replay import PendingGroup, ReplayBuffer
 from lightning_ppo.rollout.responses import Responder, first_error
 from lightning_ppo.rollout.sampler_protocol import Admission, Sampler
+from lightning_ppo.rollout.slots import Slots
 from lightning_ppo.rollout.stream import PromptStream
 
 DRAIN_POLL_S = 0.002
@@ -58,8 +59,7 @@ class Pump:
         recorded: RecordedRun | None = None,
     ) -> None:
         self._buffer = buffer
-        self._prompts = prompts
-        self._stream = stream
+        self._slots = Slots(buffer, prompts, stream)
         self._sampler = sampler
         self._responder = responder
         self._budget = budget
@@ -158,7 +158,7 @@ class Pump:
             failure = first_error(group) if self._failure is None else self._failure
         finally:
             while self._again:
-                self._give_up(self._again.popleft()[0])
+                self._slots.give_up(self._again.popleft()[0])
         raise failure
 
     async def _dispatch_for_ever(self, groups: asyncio.TaskGroup) -> None:
@@ -197,28 +197,14 @@ class Pump:
     def _start_new(self, groups: asyncio.TaskGroup, admission: Admission) -> None:
         # one state for whoever takes a snapshot: the draw is handed out and has its slot
         with self._buffer.changed:
-            draw = self._stream.next_draw() if admission.draw is None else admission.draw
-            if admission.draw is not None:
-                self._stream.take(draw)
+            draw = self._slots.draw(admission.draw)
             recorded = None if self._recorded is None else self._recorded.group(draw)
             if recorded is not None:
-                self._repeat(recorded)
+                self._slots.fill(recorded)
+                self._committed(recorded)
                 return
-            slot = self._reserve(draw, admission.target_step)
+            slot = self._slots.reserve(draw, self.version, admission.target_step)
         self._start(groups, slot, {})
-
-    def _repeat(self, group: PromptGroup) -> None:
-        self._stream.ledger.dispatch(group.draw)
-        self._stream.ledger.finish(group.draw)
-        self._buffer.restore(group)
-        self.commits += 1
-        self._on_commit(group)
-
-    def _reserve(self, draw: int, target_step: int | None) -> PendingGroup:
-        prompt = self._prompts[self._stream.row_of(draw)]
-        slot = self._buffer.reserve(draw, prompt, self.version, target_step)
-        self._stream.ledger.dispatch(draw)
-        return slot
 
     def _start(self, groups: asyncio.TaskGroup, slot: PendingGroup, finished: Mapping[int, Trajectory]) -> None:
         self.waiting_for = "nothing"
@@ -253,21 +239,17 @@ class Pump:
             self._drop(slot, dropped.reason)
             return
         self._budget.committed(slot.draw)
-        self._commit(slot, trajectories)
+        self._committed(self._slots.commit(slot, trajectories, self.version))
 
-    def _commit(self, slot: PendingGroup, trajectories: tuple[Trajectory, ...]) -> None:
-        with self._buffer.changed:
-            group = self._buffer.commit(slot.group_id, trajectories, self.version)
-            self._stream.ledger.finish(slot.draw)
-            self.commits += 1
+    def _committed(self, group: PromptGroup) -> None:
+        self.commits += 1
         self._on_commit(group)
 
     def _drop(self, slot: PendingGroup, reason: str) -> None:
         with self._buffer.changed:
-            self._buffer.remove(slot.group_id)
-            self._stream.ledger.skip(slot.draw, reason)
+            self._slots.skip(slot, reason)
             if self._config.failures.drop == "replace":
-                replacement = self._reserve(self._stream.next_draw(), slot.target_step)
+                replacement = self._slots.reserve(self._slots.draw(None), self.version, slot.target_step)
             else:
                 self.dropped[slot.target_step] += 1
                 self._buffer.changed.notify_all()
@@ -285,15 +267,7 @@ class Pump:
         # an outdated one may have been finished in the same turn of the loop: its age decides as for any other
         if was_cancelled and was_outdated:
             self._attempts[slot.draw] = work.next_attempt
-            with self._buffer.changed:
-                again = self._buffer.regenerate(slot.draw, self.version)
-                self._stream.ledger.regenerate(slot.draw)
-            self._again.append((again, {}))
+            self._again.append((self._slots.restart(slot, self.version), {}))
         elif was_cancelled or error is not None:
-            self._give_up(slot)
+            self._slots.give_up(slot)
         self._wake.set()
-
-    def _give_up(self, slot: PendingGroup) -> None:
-        with self._buffer.changed:
-            self._buffer.remove(slot.group_id)
-            self._stream.give_back(slot.draw)

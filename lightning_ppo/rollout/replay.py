@@ -188,6 +188,11 @@ class ReplayBuffer:
         with self.changed:
             return tuple(sorted(self._pending.values(), key=lambda slot: slot.draw))
 
+    def is_pending(self, draw: int) -> bool:
+        """Whether a group is being generated."""
+        with self.changed:
+            return _group_id(draw) in self._pending
+
     def claimed(self) -> tuple[int, ...]:
         """Return the draws that are being trained, in order."""
         with self.changed:

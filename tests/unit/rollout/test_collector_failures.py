@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -8,6 +9,8 @@ import pytest
 from draws import draw_of
 
 from lightning_ppo.errors import DataError, EngineDiedError, EngineError, RewardError, RolloutError
+from lightning_ppo.rollout.failure_config import FailureConfig
+from lightning_ppo.rollout.ledger import DrawState
 from lightning_ppo.testing import FakeEngine
 
 
@@ -79,6 +82,41 @@ def test_an_answer_that_is_no_response_is_an_error(build, changes: dict, message
     collector.start(0, 0)
     with pytest.raises(EngineError, match=message):
         collector.next_groups(0, 0, lambda: None)
+
+
+@pytest.mark.parametrize("what", ["commit", "drop"])
+def test_a_failure_behind_a_groups_end_is_the_only_one(build, until, monkeypatch, caplog, what: str) -> None:
+    """Its slot is free already: giving it up again would fail in the event loop, once for every group."""
+    full = RolloutError("journal=here cannot be written; free some space")
+    drop = FailureConfig(backoff_s=0.0, max_data_attempts=1, drop="replace", max_dropped_prompts=9)
+
+    def reward(response):
+        if what == "drop":
+            raise ValueError("bad row")
+        return 1.0
+
+    def fail(*args: Any) -> None:
+        raise full
+
+    collector, _ = build(reward=reward, failures=drop)
+    if what == "commit":
+        monkeypatch.setattr(collector._snapshots, "append", fail)
+    else:
+        following = collector._stream.next_draw
+        monkeypatch.setattr(
+            collector._stream, "next_draw", lambda: following() if collector._stream._next < 4 else fail()
+        )
+    with caplog.at_level(logging.ERROR):
+        collector.start(0, 0)
+        until(lambda: collector._failure is not None and not collector._pump._running)
+        with pytest.raises(RolloutError) as raised:
+            collector.next_groups(0, 0, lambda: None)
+    assert raised.value is full
+    assert caplog.records == []
+    assert collector._buffer.pending() == ()
+    states = [collector._stream.ledger.state(draw) for draw in range(4)]
+    assert set(states) <= {None, DrawState.READY if what == "commit" else DrawState.SKIPPED}
+    assert len(collector._buffer.ready()) == states.count(DrawState.READY)
 
 
 def test_a_request_that_the_engine_cancels_is_not_lost_in_silence(build) -> None:
