@@ -216,6 +216,8 @@ class Collector:
                 if groups or consumed >= size:
                     self._claims.take(groups)
                     return Claim(groups, size, self._budget.counts)
+                if self._pump.is_shut:
+                    self._selection.check_coming(ppo_step, size - consumed)
                 self._watchdog.progress(self._pump.commits, self._waits)
                 self._watchdog.check()
                 left_s = min(poll_due_s - time.monotonic(), self._watchdog.left_s)

@@ -78,6 +78,8 @@ class Pump:
         self._attempts: dict[int, int] = {}
         """Attempts that groups which start again have behind them: an aborted request may still hold its name."""
         self._oldest_allowed = 0
+        self._shut_at: int | None = None
+        """The version that the sampler admits nothing more at."""
         self._failure: BaseException | None = None
         """What ended the rollouts, known before every other group is cancelled."""
         self.version = 0
@@ -139,6 +141,11 @@ class Pump:
         return next((dict(finished) for slot, finished in tuple(self._again) if slot.draw == draw), {})
 
     @property
+    def is_shut(self) -> bool:
+        """Whether no draw is dispatched any more until a version is published, or slots are freed; from any thread."""
+        return self._shut_at == self.version or not self._buffer.has_room
+
+    @property
     def _is_drained(self) -> bool:
         if self._recorded is None:
             return not self._responder.generating
@@ -187,10 +194,12 @@ class Pump:
         elif not self._buffer.has_room:
             self.waiting_for = "a buffer slot"
         else:
-            admission = self._sampler.admit(self.version)
+            version = self.version
+            admission = self._sampler.admit(version)
             if admission is not None:
                 self._start_new(groups, admission)
                 return True
+            self._shut_at = version
             self.waiting_for = "the next policy version"
         return False
 

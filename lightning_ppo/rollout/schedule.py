@@ -85,7 +85,8 @@ class ChunkSchedule:
 
     def __init__(self, steps: Mapping[int, Chunks], source: str) -> None:
         self._steps = dict(steps)
-        self._source = source
+        self.source = source
+        """Where they come from."""
 
     @classmethod
     def load(cls, path: str | Path) -> "ChunkSchedule":
@@ -134,7 +135,7 @@ class ChunkSchedule:
             DataError: the step was not recorded.
         """
         if ppo_step not in self._steps:
-            raise DataError(f"{self._source} has no PPO step {ppo_step}; replay no further than the recorded run went")
+            raise DataError(f"{self.source} has no PPO step {ppo_step}; replay no further than the recorded run went")
         return self._steps[ppo_step]
 
     def next_chunk(self, ppo_step: int, consumed: int, groups_per_step: int, align: int = 1) -> tuple[int, ...]:
@@ -148,21 +149,21 @@ class ChunkSchedule:
         total = sum(map(len, chunks))
         if total != groups_per_step:
             raise DataError(
-                f"{self._source} PPO step {ppo_step}: {total} groups recorded, num_prompts_per_step={groups_per_step}; "
+                f"{self.source} PPO step {ppo_step}: {total} groups recorded, num_prompts_per_step={groups_per_step}; "
                 f"replay with the settings of the recorded run"
             )
         start = 0
         for chunk in chunks:
             if start == consumed and len(chunk) % align:
                 raise DataError(
-                    f"{self._source} PPO step {ppo_step}: a chunk of {len(chunk)} groups does not divide over all "
+                    f"{self.source} PPO step {ppo_step}: a chunk of {len(chunk)} groups does not divide over all "
                     f"ranks (multiples of {align} do); replay with as many processes as the recorded run"
                 )
             if start == consumed:
                 return chunk
             start += len(chunk)
         raise DataError(
-            f"{self._source} PPO step {ppo_step}: no chunk starts after {consumed} groups; "
+            f"{self.source} PPO step {ppo_step}: no chunk starts after {consumed} groups; "
             f"replay a step from its first chunk"
         )
 

@@ -89,6 +89,23 @@ class Selection:
             chosen = list(eligible[:take])
         return tuple(sorted(chosen, key=lambda group: group.draw))
 
+    def check_coming(self, ppo_step: int, remaining: int) -> None:
+        """Check that the next chunk becomes ready, now that nothing more is dispatched before the step is over.
+
+        Args:
+            ppo_step: The step that waits for it.
+            remaining: Groups of this step that were not handed out yet.
+
+        Raises:
+            DataError: a recorded chunk holds a draw that is neither ready nor being generated.
+        """
+        for draw in self._recorded(ppo_step, remaining) or ():
+            if self._buffer.index.find_ready(draw) is None and not self._buffer.is_pending(draw):
+                raise DataError(
+                    f"recorded PPO step {ppo_step} trains draw {draw}, which this run does not start before that step "
+                    "is over; replay with the sampler, the lookahead and the buffer of the recorded run"
+                )
+
     def _find(self, draws: tuple[int, ...], ppo_step: int) -> list[PromptGroup]:
         found = [group for group in map(self._buffer.index.find_ready, draws) if group is not None]
         for group in found:

@@ -1,4 +1,5 @@
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,54 @@ def test_a_recorded_chunk_waits_for_all_its_groups_and_takes_no_other(build, unt
     assert draws([collector.next_groups(0, 2, lambda: None).groups]) == [[0, 2]]
     with pytest.raises(DataError, match="recorded has no PPO step 1"):
         collector.next_groups(1, 0, lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "draw"),
+    [
+        ({"sampler": "ready_first"}, 4),
+        ({"sampler": "ready_first", "max_lookahead_versions": 1, "max_buffered_rollouts": 12}, 8),
+        # without a gate the buffer's 8 slots are the limit
+        ({"sampler": "windowed"}, 8),
+    ],
+)
+def test_chunks_of_a_run_that_ran_further_ahead_are_refused_at_once(build, until, settings: Any, draw: int) -> None:
+    """The gate opens, and slots are freed, only when the step is over: it would wait for ever."""
+    engine = FakeEngine(holds=lambda request: draw_of(request) == 2)
+    within = ChunkSchedule({0: ((0, 1), (2, draw - 1))}, "recorded")
+    collector, _ = build(engine, schedule=within, **settings)
+    collector.start(0, 0)
+    assert draws([collector.next_groups(0, 0, lambda: None).groups]) == [[0, 1]]
+
+    def poll() -> None:
+        if collector._pump.is_shut:
+            engine.let_go()
+
+    assert draws([collector.next_groups(0, 2, poll, poll_s=0.01).groups]) == [[2, draw - 1]]
+    beyond = ChunkSchedule({0: ((0, 1), (2, draw))}, "recorded")
+    collector, _ = build(schedule=beyond, **settings)
+    collector.start(0, 0)
+    assert draws([collector.next_groups(0, 0, lambda: None).groups]) == [[0, 1]]
+    with pytest.raises(DataError, match=f"^recorded PPO step 0 trains draw {draw}, which this run does not start "):
+        collector.next_groups(0, 2, lambda: None)
+
+
+def test_a_gate_that_was_just_opened_is_not_shut_though_nobody_has_gone_through_yet(build, until) -> None:
+    schedule = ChunkSchedule({0: ((0, 1, 2, 3),), 1: ((4, 5, 6, 7),)}, "recorded")
+    collector, engine = build(schedule=schedule, sampler="ready_first")
+    collector.start(0, 0)
+    groups = collector.next_groups(0, 0, lambda: None).groups
+    until(lambda: collector._pump.is_shut)
+    go_on = threading.Event()
+    collector._thread.call(lambda: go_on.wait(20))
+    engine.update_weights([], 1)
+    collector.publish_version(1)
+    collector.release([group.draw for group in groups])
+    polls: list[int] = []
+
+    def poll() -> None:
+        polls.append(1)
+        if len(polls) == 3:
+            go_on.set()
+
+    assert draws([collector.next_groups(1, 0, poll, poll_s=0.01).groups]) == [[4, 5, 6, 7]]
