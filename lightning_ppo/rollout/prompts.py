@@ -69,7 +69,7 @@ class PromptSet:
 
     Raises:
         DataError: a row is malformed, or its prompt is empty, longer than `max_prompt_tokens`, or has a token outside
-            the vocabulary; the message names the row.
+            the vocabulary, or a column holds what JSON cannot; the message names the row.
     """
 
     def __init__(self, rows: str | Path | Sequence[Mapping[str, Any]], tokenizer: Any, max_prompt_tokens: int) -> None:
@@ -91,7 +91,7 @@ class PromptSet:
                 )
             columns = {name: value for name, value in row.items() if name != PROMPT}
             prompts.append(Prompt(row=index, text=text, token_ids=ids, columns=columns))
-            digest.update(json.dumps(dict(row), sort_keys=True, default=_plain).encode() + b"\n")
+            digest.update(_encoded(row, place))
         self._prompts = tuple(prompts)
         self.columns: frozenset[str] = frozenset.intersection(*(frozenset(prompt.columns) for prompt in prompts))
         """Columns that every row has, without `prompt`."""
@@ -109,9 +109,29 @@ class PromptSet:
         return self._prompts[index]
 
 
+def _encoded(row: Mapping[str, Any], place: str) -> bytes:
+    try:
+        return json.dumps(dict(row), sort_keys=True, default=_plain).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        bad = next(name for name, value in row.items() if not _is_plain(value))
+        raise DataError(
+            f"{place}: column {bad} cannot be written as JSON ({error}); use text for every key in it"
+        ) from error
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value, sort_keys=True, default=_plain)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _plain(value: Any) -> Any:
     """Give what JSON does not know a form that is the same in every process."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):
             return getattr(value, method)()
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(item, sort_keys=True, default=_plain) for item in value)
     return value.hex() if isinstance(value, bytes) else type(value).__qualname__

@@ -123,6 +123,20 @@ def test_fingerprint_of_columns_that_json_does_not_know(tokenizer: Any) -> None:
     assert fingerprint(np.arange(3)) == fingerprint(np.arange(3)) != fingerprint(np.arange(4))
     assert fingerprint(b"a") == fingerprint(b"a") != fingerprint(b"b")
     assert fingerprint(object()) == fingerprint(object())
+    # the order of a set of texts is another one in every process
+    assert fingerprint({"a", "b", "c"}) == fingerprint({"c", "b", "a"}) != fingerprint({"a", "b"})
+    assert fingerprint(frozenset({1, "a"})) == fingerprint({"a", 1}) != fingerprint({"a", 2})
+
+
+@pytest.mark.parametrize("value", [{1: "a", "b": "c"}, {(0, 1): "a"}, [{"deep": {(2,): 3}}]])
+def test_column_that_is_no_json_is_named_with_its_row(tokenizer: Any, value: Any) -> None:
+    rows = [{"prompt": "^a=", "fine": {"x": 1}, "value": 0}, {"prompt": "^b=", "fine": {"x": 2}, "value": value}]
+    with pytest.raises(DataError) as error:
+        PromptSet(rows, tokenizer, 3)
+    message = str(error.value)
+    assert message.startswith("prompts row 1 (counted from 0): column value cannot be written as JSON (")
+    assert message.endswith("; use text for every key in it")
+    assert "\n" not in message
 
 
 def test_symbol_outside_of_the_vocabulary_names_the_row():
