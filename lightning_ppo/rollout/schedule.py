@@ -10,12 +10,13 @@ is the checksum of the policy after the step.
 """
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_ppo.errors import DataError
+from lightning_ppo.errors import DataError, RolloutError
 from lightning_ppo.rollout.group_record import GroupRecord
 from lightning_ppo.rollout.run_header import RunHeader
 
@@ -48,6 +49,8 @@ class Schedule:
     def load(cls, path: str | Path, field: str = "replay_schedule") -> "Schedule":
         """Read a file. Of a step that stands there twice (after a resume) the last line counts.
 
+        A line that is no JSON is left out where a run was killed while it wrote: at the end, and before a header.
+
         Args:
             path: The file.
             field: The setting that names it, for messages.
@@ -61,17 +64,26 @@ class Schedule:
             raise DataError(f"{field}={path} cannot be read ({error}); give the schedule.jsonl of a run") from error
         headers: list[RunHeader] = []
         steps: dict[int, StepRecord] = {}
+        cut: DataError | None = None
         for number, line in enumerate(lines, 1):
+            place = f"{path} line {number}"
             try:
                 row = json.loads(line)
+            except ValueError as error:
+                cut = cut or DataError(f"{place}: {error}; every line must be {_WANTED}")
+                continue
+            try:
                 if isinstance(row, dict) and set(row) == {"run"}:
                     headers.append(RunHeader.from_row(row["run"]))
                     steps = {step: record for step, record in steps.items() if step < headers[-1].ppo_step}
+                    cut = None
                 else:
                     step, steps_record = _parse(row)
                     steps[step] = steps_record
             except ValueError as error:
-                raise DataError(f"{path} line {number}: {error}; every line must be {_WANTED}") from error
+                raise DataError(f"{place}: {error}; every line must be {_WANTED}") from error
+            if cut is not None:
+                raise cut
         return cls(tuple(headers), steps)
 
 
@@ -114,6 +126,9 @@ class ChunkSchedule:
             chunks: Draws of each of its chunks.
             groups: Records of its groups, in the order of the chunks' draws.
             weights: Checksum of the policy after it.
+
+        Raises:
+            RolloutError: the file cannot be written.
         """
         row: dict[str, Any] = {"ppo_step": ppo_step, "chunks": [list(chunk) for chunk in chunks]}
         records = [record.as_row() for record in groups]
@@ -125,7 +140,11 @@ class ChunkSchedule:
 
     @staticmethod
     def start(path: str | Path, header: RunHeader) -> None:
-        """Append the header of a run that starts now, creating the file if need be."""
+        """Append the header of a run that starts now, creating the file if need be.
+
+        Raises:
+            RolloutError: the file cannot be written.
+        """
         _append(path, {"run": header.as_row()})
 
     def chunks_of(self, ppo_step: int) -> Chunks:
@@ -169,8 +188,20 @@ class ChunkSchedule:
 
 
 def _append(path: str | Path, row: dict[str, Any]) -> None:
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row, separators=(",", ":")) + "\n")
+    line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("a+b") as file:
+            if file.seek(0, os.SEEK_END) > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    # behind half a line, which a killed run left, this one would be lost as well
+                    line = b"\n" + line
+            file.write(line)
+    except OSError as error:
+        raise RolloutError(
+            f"schedule={path} cannot be written ({error}); free some space, or make it writable"
+        ) from error
 
 
 def _parse(row: Any) -> tuple[int, StepRecord]:

@@ -63,9 +63,12 @@ class ScheduleLog:
             self._recorded.check_weights(version, self._weights)
 
     def start(self, ppo_step: int) -> None:
-        """Write the header: rollouts start for this step."""
+        """Write the header: rollouts start for this step.
+
+        Raises:
+            RolloutError: the file cannot be written.
+        """
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             ChunkSchedule.start(self._path, replace(self._header, ppo_step=ppo_step, weights=self._weights))
 
     def trained(self, ppo_step: int, chunks: Sequence[Sequence[int]], groups: Iterable[GroupRecord]) -> None:
@@ -75,6 +78,9 @@ class ScheduleLog:
             ppo_step: The step.
             chunks: Draws of each of its chunks.
             groups: Records of its groups, in the order of the chunks' draws.
+
+        Raises:
+            RolloutError: the file cannot be written.
         """
         if self._path is not None:
             ChunkSchedule.append(self._path, ppo_step, chunks, groups, self._weights)

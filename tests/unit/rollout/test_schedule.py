@@ -1,9 +1,12 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from lightning_ppo.errors import DataError
-from lightning_ppo.rollout.schedule import ChunkSchedule
+from lightning_ppo.errors import DataError, RolloutError
+from lightning_ppo.rollout.config import RolloutConfig
+from lightning_ppo.rollout.run_header import RunHeader
+from lightning_ppo.rollout.schedule import ChunkSchedule, Schedule
 
 
 def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
@@ -49,9 +52,52 @@ def test_missing_step_names_step_and_file(tmp_path: Path) -> None:
 )
 def test_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "schedule.jsonl"
-    path.write_text('{"ppo_step": 0, "chunks": [[0]]}\n' + line + "\n")
+    path.write_text(f'{{"ppo_step": 0, "chunks": [[0]]}}\n{line}\n{{"ppo_step": 3, "chunks": [[9]]}}\n')
     with pytest.raises(DataError, match=r"schedule\.jsonl line 2: [^\n]*$"):
         ChunkSchedule.load(path)
+
+
+def header(ppo_step: int = 0) -> RunHeader:
+    plain = RunHeader.of(RolloutConfig(), seed=0, prompts="abc", stop_token_ids=(1,), warmup_steps=0)
+    return dataclasses.replace(plain, ppo_step=ppo_step)
+
+
+def test_line_that_a_kill_cut_off_is_left_out_wherever_it_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "schedule.jsonl"
+    ChunkSchedule.start(path, header())
+    ChunkSchedule.append(path, 0, [(0, 1)])
+    size = path.stat().st_size
+    ChunkSchedule.append(path, 1, [(2, 3)])
+    whole = path.read_bytes()
+    for end in range(size, len(whole) + 1):
+        path.write_bytes(whole[:end])
+        ends = list(Schedule.load(path).steps)
+        assert ends == ([0, 1] if end >= len(whole) - 1 else [0])
+        ChunkSchedule.start(path, header(1))
+        ChunkSchedule.append(path, 1, [(4,), (5,)])
+        again = Schedule.load(path)
+        assert [head.ppo_step for head in again.headers] == [0, 1]
+        assert {step: record.chunks for step, record in again.steps.items()} == {0: ((0, 1),), 1: ((4,), (5,))}
+
+
+def test_two_kills_in_a_row_leave_a_readable_file(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    for _ in range(2):
+        ChunkSchedule.start(path, header())
+        path.write_bytes(path.read_bytes()[:-9])
+    ChunkSchedule.start(path, header())
+    ChunkSchedule.append(path, 0, [(0, 1)])
+    assert list(Schedule.load(path).steps) == [0]
+
+
+@pytest.mark.parametrize("name", ["", "file/schedule.jsonl"])
+def test_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    message = r"^schedule=[^\n]* cannot be written \([^\n]*; free some space, or make it writable$"
+    with pytest.raises(RolloutError, match=message):
+        ChunkSchedule.append(tmp_path / name, 0, [(0,)])
+    with pytest.raises(RolloutError, match=message):
+        ChunkSchedule.start(tmp_path / name, header())
 
 
 def test_missing_file(tmp_path: Path) -> None:
