@@ -111,9 +111,10 @@ class Collector:
             directory=directory,
             recorded=recorded,
         )
-        self._watchdog = Watchdog(config.timeout_s, config.failures.stall_action, self._describe)
+        action, suspect = config.failures.stall_action, self._responder.suspect
+        self._watchdog = Watchdog(config.timeout_s, action, self._describe, suspect=suspect)
         self._thread = LoopThread("rollout-collector", self._crashed)
-        self.jobs = SampleJobs(self._thread, engine, self._responder, run_seed, self._check)
+        self.jobs = SampleJobs(self._thread, engine, self._responder, run_seed, config.failures, self._check)
         """Responses outside of training."""
         self._failure: BaseException | None = None
         self._started = False
@@ -160,8 +161,8 @@ class Collector:
         if not self._started:
             return
         timeout_s, action = self._config.timeout_s, self._config.failures.stall_action
-        named = self._responder.describe
-        stall = Watchdog(timeout_s, action, lambda: f"still generating {named()}", what="new weights waited")
+        named, suspect = self._responder.describe, self._responder.suspect
+        stall = Watchdog(timeout_s, action, self._describe_drain, what="new weights waited", suspect=suspect)
 
         def check() -> None:
             self._check(poll)
@@ -274,7 +275,11 @@ class Collector:
             self._fail(error)
 
     def _describe(self) -> str:
-        return f"{self._buffer.describe()}, dispatch waits for {self._pump.waiting_for}"
+        waits = f"{self._responder.counts()}, dispatch waits for {self._pump.waiting_for}"
+        return f"{self._buffer.describe()}, {waits}"
+
+    def _describe_drain(self) -> str:
+        return f"still generating {self._responder.describe()}, {self._responder.counts()}"
 
     def _check(self, poll: Callable[[], None]) -> None:
         poll()

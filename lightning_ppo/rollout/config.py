@@ -51,7 +51,8 @@ class RolloutConfig:
         validation_top_k: Top-k filter for validate and predict; 0 is off.
         shuffle: Shuffle the prompts anew in every epoch, from the seed.
         seed: Seed of the prompt order and of every response; None means Lightning's global seed, or 0.
-        timeout_s: Deadline for every wait on rollouts: without any finished group for this long the run fails.
+        timeout_s: Deadline for every wait on rollouts: without any finished group (validate and predict: response) for
+            this long the run fails.
         reward_timeout_s: Deadline of one call of an asynchronous (or remote) reward function.
         reward_workers: Ray actors that compute rewards, for functions that are slow; 0 computes them in the collector.
         failures: What happens when a rollout fails.

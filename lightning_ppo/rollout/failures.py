@@ -1,86 +1,17 @@
-"""What a failed rollout costs: classes of errors, attempts with back-off, budgets of dropped prompts."""
+"""What a failed rollout costs: attempts with back-off, budgets of dropped prompts."""
 
-import errno
 import logging
 import math
-import socket
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NoReturn
 
 from lightning_ppo.batch import FailureCounts
-from lightning_ppo.errors import CheckpointError, ConfigError, DataError, EngineDiedError, EngineError, RolloutError
+from lightning_ppo.errors import CheckpointError
+from lightning_ppo.rollout.failure_class import FailureClass, classify
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.validation import require
 
 _log = logging.getLogger(__name__)
-
-MAX_CAUSES = 8
-"""Causes behind an error that `classify` looks at."""
-
-_FATAL = (EngineDiedError, CheckpointError, ConfigError, RolloutError, MemoryError)
-_INFRA = (TimeoutError, ConnectionError, EngineError, socket.gaierror, socket.herror)
-_NETWORK = frozenset(
-    getattr(errno, f"E{name}")
-    for name in ("ADDRNOTAVAIL", "HOSTDOWN", "HOSTUNREACH", "NETDOWN", "NETRESET", "NETUNREACH", "NOBUFS", "NOTCONN")
-)
-"""Error numbers of a plain OSError; for the others Python has ConnectionError and TimeoutError."""
-_FOREIGN_INFRA = {
-    "aiohttp": frozenset({"ClientError"}),
-    "httpx": frozenset({"NetworkError", "ProxyError", "RemoteProtocolError", "TimeoutException"}),
-    "ray": frozenset(
-        f"{name}Error"
-        for name in (
-            *("GetTimeout", "LocalRayletDied", "NodeDied", "ObjectLost", "OutOfMemory"),
-            *("RayActor", "RaySystem", "Rpc", "WorkerCrashed"),
-        )
-    ),
-}
-"""Base classes by package: none of these packages is imported for it."""
-
-
-class FailureClass(StrEnum):
-    """Why a rollout failed, which decides what happens next."""
-
-    INFRA = "infra"
-    """Something between us and the response; the same request may well succeed later or elsewhere."""
-    DATA = "data"
-    """The prompt, its response or the reward; another attempt is cheap but rarely helps."""
-    FATAL = "fatal"
-    """The run cannot go on, whatever the budgets say."""
-
-
-def classify(error: BaseException) -> FailureClass:
-    """Say why a rollout failed.
-
-    In this order:
-
-    1. FATAL is decided by the error itself, never by its causes: `EngineDiedError`, `CheckpointError`, `ConfigError`,
-       `RolloutError`, `MemoryError`, and whatever is no `Exception` (`KeyboardInterrupt`, `SystemExit`, ...). As the
-       cause of another error they were handled: somebody chose to raise something else.
-    2. From the error inward through at most `MAX_CAUSES` causes, the first that tells decides. A cause is what
-       `raise ... from` names, else what was being handled, else the first of an exception group or what Ray carried
-       over from another process. What tells:
-
-       * `DataError`: DATA, so that a failure called one of the data stays one, whatever caused it;
-       * an HTTP status (`status`, `status_code`, also of `response`): 408, 429 and 5xx are INFRA, any other 4xx is
-         DATA, because the same request will be refused again;
-       * INFRA: timeouts, lost and refused connections, failed name look-ups, an unreachable network, `EngineError`,
-         errors of aiohttp's and httpx's clients, and Ray's about an actor, worker, node or object that is gone.
-    3. Otherwise DATA. A `RewardError` says nothing itself: a reward server that hangs or refuses is INFRA through its
-       cause, a reward that raises `ValueError` over a response is DATA.
-    """
-    if isinstance(error, _FATAL) or not isinstance(error, Exception):
-        return FailureClass.FATAL
-    link: BaseException | None = error
-    for _ in range(MAX_CAUSES + 1):
-        if link is None:
-            break
-        found = _tells(link)
-        if found is not None:
-            return found
-        link = _cause(link)
-    return FailureClass.DATA
 
 
 @dataclass(frozen=True)
@@ -108,10 +39,12 @@ class FailureBudget:
 
     Args:
         config: Attempts, back-off and drop budgets.
+        what: What its numbers stand for, for messages.
     """
 
-    def __init__(self, config: FailureConfig) -> None:
+    def __init__(self, config: FailureConfig, what: str = "draw") -> None:
         self._config = config
+        self._what = what
         self._attempts: dict[int, dict[tuple[int, FailureClass], int]] = {}
         self._consecutive = 0
         self.dropped = {FailureClass.DATA: 0, FailureClass.INFRA: 0}
@@ -139,33 +72,34 @@ class FailureBudget:
         Raises:
             BaseException: `error` itself, with a note, when it is FATAL, or attempts and drop budget are used up.
         """
-        kind = classify(error)
-        if kind is FailureClass.FATAL:
-            _end(draw, index, error, "is fatal and never tried again")
-        config = self._config
-        counts = self._attempts.setdefault(draw, {})
-        failed = counts[index, kind] = counts.get((index, kind), 0) + 1
-        allowed = config.max_infra_attempts if kind is FailureClass.INFRA else config.max_data_attempts
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if failed < allowed:
-            delay_s = min(config.backoff_s * 2.0 ** min(failed - 1, 1000), config.max_backoff_s)
-            self.retries += 1
-            _log.info("draw %d, response %d: attempt again in %g s after %s", draw, index, delay_s, what)
-            return Retry(delay_s)
-        tried = f"used up failures.max_{kind}_attempts={allowed}"
+        granted = self._grant(draw, error, index)
+        if isinstance(granted, Retry):
+            return granted
+        config, (kind, tried) = self._config, granted
         if config.drop == "fail":
-            _end(draw, index, error, f"{tried}, and failures.drop=fail ends the run")
+            self._end(draw, index, error, f"{tried}, and failures.drop=fail ends the run")
         if kind is FailureClass.INFRA:
             name, left = "max_consecutive_dropped_prompts", config.max_consecutive_dropped_prompts - self._consecutive
         else:
             name, left = "max_dropped_prompts", config.max_dropped_prompts - self.dropped[kind]
         if left <= 0:
-            _end(draw, index, error, f"{tried}, and failures.{name}={getattr(config, name)} is used up as well")
+            self._end(draw, index, error, f"{tried}, and failures.{name}={getattr(config, name)} is used up as well")
         self._consecutive += kind is FailureClass.INFRA
         self.dropped[kind] += 1
         del self._attempts[draw]
-        _log.warning("draw %d is dropped: response %d %s, last with %s", draw, index, tried, what)
-        return Drop(f"{kind}: {tried}, last with {what}")
+        _log.warning("draw %d is dropped: response %d %s, last with %s", draw, index, tried, _one_line(error))
+        return Drop(f"{kind}: {tried}, last with {_one_line(error)}")
+
+    def retry(self, draw: int, error: BaseException, index: int = 0) -> Retry:
+        """Decide as `decide` does, where no prompt may be dropped.
+
+        Raises:
+            BaseException: `error` itself, with a note, when it is FATAL, or attempts are used up.
+        """
+        granted = self._grant(draw, error, index)
+        if not isinstance(granted, Retry):
+            self._end(draw, index, error, granted[1])
+        return granted
 
     def committed(self, draw: int) -> None:
         """Forget the failures of a draw whose group is complete; drops for infrastructure are in a row no more."""
@@ -188,6 +122,30 @@ class FailureBudget:
             raise CheckpointError(f"the checkpoint's dropped prompts are {state}, not counts of {', '.join(wanted)}")
         self.dropped = {kind: state[f"dropped_{kind}"] for kind in self.dropped}
         self._consecutive = state["consecutive_dropped"]
+
+    def _grant(self, draw: int, error: BaseException, index: int) -> Retry | tuple[FailureClass, str]:
+        """Count a failed attempt, and grant another one or say of which class all are used up."""
+        kind = classify(error)
+        if kind is FailureClass.FATAL:
+            self._end(draw, index, error, "is fatal and never tried again")
+        config = self._config
+        counts = self._attempts.setdefault(draw, {})
+        failed = counts[index, kind] = counts.get((index, kind), 0) + 1
+        allowed = config.max_infra_attempts if kind is FailureClass.INFRA else config.max_data_attempts
+        if failed >= allowed:
+            return kind, f"used up failures.max_{kind}_attempts={allowed}"
+        delay_s = min(config.backoff_s * 2.0 ** min(failed - 1, 1000), config.max_backoff_s)
+        self.retries += 1
+        place = f"{self._what} {draw}, response {index}"
+        _log.info("%s: attempt again in %g s after %s", place, delay_s, _one_line(error))
+        return Retry(delay_s)
+
+    def _end(self, draw: int, index: int, error: BaseException, why: str) -> NoReturn:
+        start = f"rollout of {self._what} "
+        # A dead engine fails every group with the same object; the first one to see it says enough.
+        if not any(note.startswith(start) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{start}{draw}, response {index}: this {why}")
+        raise error
 
 
 def check_drops(
@@ -231,43 +189,5 @@ def check_drops(
     require(align == 1, "failures.drop", "skip", why, f"set num_generations_per_prompt={enough}, or {instead}")
 
 
-def _tells(error: BaseException) -> FailureClass | None:
-    if isinstance(error, DataError):
-        return FailureClass.DATA
-    status = _status(error)
-    if status is not None and 400 <= status <= 599:
-        return FailureClass.INFRA if status >= 500 or status in (408, 429) else FailureClass.DATA
-    if isinstance(error, _INFRA) or (isinstance(error, OSError) and error.errno in _NETWORK):
-        return FailureClass.INFRA
-    for base in type(error).__mro__:
-        if base.__name__ in _FOREIGN_INFRA.get(base.__module__.partition(".")[0], ()):
-            return FailureClass.INFRA
-    return None
-
-
-def _status(error: BaseException) -> int | None:
-    for holder in (error, getattr(error, "response", None)):
-        for name in ("status", "status_code"):
-            status = getattr(holder, name, None)
-            if isinstance(status, int):
-                return status
-    return None
-
-
-def _cause(error: BaseException) -> BaseException | None:
-    if error.__cause__ is not None:
-        return error.__cause__
-    if error.__context__ is not None and not error.__suppress_context__:
-        return error.__context__
-    if isinstance(error, BaseExceptionGroup):
-        return error.exceptions[0]
-    carried = getattr(error, "cause", None)
-    return carried if isinstance(carried, BaseException) else None
-
-
-def _end(draw: int, index: int, error: BaseException, why: str) -> NoReturn:
-    start = "rollout of draw "
-    # A dead engine fails every group with the same object; the first one to see it says enough.
-    if not any(note.startswith(start) for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{start}{draw}, response {index}: this {why}")
-    raise error
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import torch
 
 from lightning_ppo.batch import Prompt, Trajectory
+from lightning_ppo.rollout.attempts import retried
 from lightning_ppo.rollout.engine import SamplingParams
-from lightning_ppo.rollout.failures import Drop, FailureBudget, FailureClass, classify
+from lightning_ppo.rollout.failure_class import FailureClass, classify
+from lightning_ppo.rollout.failures import Drop, FailureBudget
 from lightning_ppo.rollout.responses import Responder
 from lightning_ppo.rollout.stream import sample_seed
 
@@ -117,29 +120,22 @@ class GroupTask:
     async def _sample(self, index: int) -> None:
         name = f"{self._group_id}_g{index}"
         seed = sample_seed(self._run_seed, self._draw, index)
-        attempt = self._first_attempt
-        while True:
+
+        async def attempt(number: int) -> Trajectory:
+            self.next_attempt = max(self.next_attempt, number + 1)
             # An engine may still be busy aborting the request of an earlier attempt.
-            request_id = name if attempt == 0 else f"{name}_try{attempt}"
-            try:
-                self.finished[index] = await self._responder.respond(
-                    self._prompt, self._prompt_ids, name, request_id, self._sampling, seed
-                )
-                return
-            except Exception as error:
-                failure = error
-            # Not in the handler: whatever the next attempt raises would get this failure for a cause.
-            attempt += 1
-            self.next_attempt = max(self.next_attempt, attempt + 1)
-            await self._sleep(self._delay_s(index, failure))
-            if self._end is not None:
-                raise self._end
+            request_id = name if number == 0 else f"{name}_try{number}"
+            return await self._responder.respond(self._prompt, self._prompt_ids, name, request_id, self._sampling, seed)
+
+        delay_s = partial(self._delay_s, index)
+        self.finished[index] = await retried(attempt, delay_s, self._pause, first=self._first_attempt)
+
+    async def _pause(self, delay_s: float) -> None:
+        await self._sleep(delay_s)
+        if self._end is not None:
+            raise self._end
 
     def _delay_s(self, index: int, failure: Exception) -> float:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            # The engine failed over the abort. That must not keep the task alive, nor cost an attempt.
-            raise asyncio.CancelledError from failure
         if self._end is not None and classify(failure) is not FailureClass.FATAL:
             raise self._end
         try:

@@ -32,6 +32,8 @@ class Responder:
         self._tokenizer = tokenizer
         self.generating: dict[str, float] = {}
         """Responses that were dispatched and are not sampled yet, with the time of their dispatch."""
+        self._rewarding = 0
+        """Responses that are sampled and not rewarded yet."""
         self.is_held = False
         """Whether nothing new may be generated, because weights are about to change."""
         self._reopened = asyncio.Event()
@@ -59,10 +61,23 @@ class Responder:
     def describe(self) -> str:
         """Name what is being generated, longest first, for messages."""
         now = time.monotonic()
-        oldest = sorted(self.generating.items(), key=lambda item: item[1])
+        # a copy first: the event loop goes on
+        oldest = sorted(dict(self.generating).items(), key=lambda item: item[1])
         named = [f"{sample_id} ({now - since_s:.1f} s)" for sample_id, since_s in oldest[:MAX_NAMED]]
         more = ["..."] if len(oldest) > MAX_NAMED else []
         return f"{len(oldest)} responses [{', '.join(named + more)}]"
+
+    def counts(self) -> str:
+        """Say how many responses are at which stage, for messages."""
+        return f"{len(self.generating)} responses are being sampled, {self._rewarding} rewarded"
+
+    def suspect(self) -> str:
+        """Name what to look at when nothing is finished any more."""
+        if self._reward.is_called:
+            return f"the reward {self._reward.name}, which does not return and holds everything else up"
+        if self._rewarding > 0 and not self.generating:
+            return f"the reward {self._reward.name}, which every response waits for"
+        return "the engine's log"
 
     async def respond(
         self, prompt: Prompt, prompt_ids: Tensor, sample_id: str, request_id: str, sampling: SamplingParams, seed: int
@@ -102,7 +117,11 @@ class Responder:
         _check(generation, request)
         self.generating.pop(sample_id, None)
         text = self._tokenizer.decode(list(generation.token_ids), skip_special_tokens=True)  # type: ignore[attr-defined]
-        reward = await self._reward(prompt, text, generation.finish_reason)
+        self._rewarding += 1
+        try:
+            reward = await self._reward(prompt, text, generation.finish_reason)
+        finally:
+            self._rewarding -= 1
         return Trajectory(
             sample_id=sample_id,
             prompt_ids=prompt_ids,

@@ -63,7 +63,10 @@ class RewardFunction:
         """The callable or its import path, as it was given."""
         self._reward = resolve_reward(reward)
         self._timeout_s = timeout_s
-        self._name = getattr(self._reward, "__qualname__", type(self._reward).__qualname__)
+        self.name = getattr(self._reward, "__qualname__", type(self._reward).__qualname__)
+        """What messages call it."""
+        self.is_called = False
+        """Whether the callable holds the event loop, and with it every other response, at this moment."""
         if "response" in columns:
             raise reject("column", "response", "hides the sampled response from the reward", "rename the column")
         try:
@@ -71,24 +74,24 @@ class RewardFunction:
             called = self._reward.forward if isinstance(self._reward, nn.Module) else self._reward
             parameters = inspect.signature(called).parameters.values()
         except (TypeError, ValueError) as error:
-            raise reject("reward", self._name, "has no signature to inspect", "wrap it in a Python function") from error
+            raise reject("reward", self.name, "has no signature to inspect", "wrap it in a Python function") from error
         kinds = inspect.Parameter
         self._takes_all = any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters)
         named = [
             parameter for parameter in parameters if parameter.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
         ]
-        self._names = frozenset(parameter.name for parameter in named)
+        self.names = frozenset(parameter.name for parameter in named)
         if not named and not self._takes_all:
-            raise reject("reward", self._name, "takes nothing by name", "give it prompt, response or columns")
+            raise reject("reward", self.name, "takes nothing by name", "give it prompt, response or columns")
         known = _BUILT_IN | columns | {"finish_reason"}
         for parameter in named:
             if parameter.kind is kinds.POSITIONAL_ONLY:
                 why = f"has the positional-only parameter {parameter.name}"
-                raise reject("reward", self._name, why, "let its parameters be passed by name")
+                raise reject("reward", self.name, why, "let its parameters be passed by name")
             if parameter.default is kinds.empty and parameter.name not in known:
                 have = ", ".join(sorted(columns)) or "none"
                 why = f"asks for {parameter.name}, which is neither prompt nor response nor a column of every row"
-                raise reject("reward", self._name, why, f"name one of the columns ({have}) or give it a default")
+                raise reject("reward", self.name, why, f"name one of the columns ({have}) or give it a default")
 
     def run_by(self, remote: Callable[..., Any]) -> None:
         """Have the callable run elsewhere from now on.
@@ -112,7 +115,11 @@ class RewardFunction:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                value = self._reward(**arguments)
+                self.is_called = True
+                try:
+                    value = self._reward(**arguments)
+                finally:
+                    self.is_called = False
                 if inspect.isawaitable(value):
                     value = await value
             return _finite(value)
@@ -131,13 +138,13 @@ class RewardFunction:
         given = {"finish_reason": finish_reason} | dict(prompt.columns)
         given |= {"prompt": prompt.text, "response": response_text}
         if self._takes_all:
-            hidden = {"finish_reason"} - self._names - set(prompt.columns)
+            hidden = {"finish_reason"} - self.names - set(prompt.columns)
             return {name: value for name, value in given.items() if name not in hidden}
-        return {name: value for name, value in given.items() if name in self._names}
+        return {name: value for name, value in given.items() if name in self.names}
 
     def _error(self, prompt: Prompt, what: str) -> RewardError:
         text = prompt.text if len(prompt.text) <= 60 else prompt.text[:57] + "..."
-        return RewardError(f"reward {self._name} {what} (prompt row {prompt.row}, counted from 0: {text!r})")
+        return RewardError(f"reward {self.name} {what} (prompt row {prompt.row}, counted from 0: {text!r})")
 
 
 def _finite(value: Any) -> float:

@@ -25,6 +25,7 @@ class Watchdog:
         describe: Says in one line what is in flight and what dispatch waits for.
         clock: Monotonic seconds.
         what: What did not get on; `describe` says why.
+        suspect: Names what the user is to look at.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Watchdog:
         describe: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
         what: str = "no prompt group was finished",
+        suspect: Callable[[], str] = lambda: "the engine's log",
     ) -> None:
         self._timeout_s = timeout_s
         self._action = action
         self._describe = describe
         self._clock = clock
         self._what = what
+        self._suspect = suspect
         self._counters: tuple[int, ...] | None = None
         self._since_s: float | None = None
         self._warned = False
@@ -71,7 +74,7 @@ class Watchdog:
         if self.left_s > 0:
             return
         what = f"{self._what} for timeout_s={self._timeout_s:g}; {self._describe()}; "
-        instead = "look at the engine's log, or set a longer timeout_s"
+        instead = f"look at {self._suspect()}, or set a longer timeout_s"
         if self._action == "abort":
             raise RolloutError(what + instead)
         self._warned = True

@@ -9,9 +9,10 @@ import pytest
 from draws import draw_of
 
 from lightning_ppo.errors import DataError, EngineDiedError, EngineError, RewardError, RolloutError
+from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.rollout.ledger import DrawState
-from lightning_ppo.testing import FakeEngine
+from lightning_ppo.testing import FakeEngine, make_prompt
 
 
 def threads() -> list[str]:
@@ -148,6 +149,42 @@ def test_whatever_ends_the_event_loop_is_reported(build, until) -> None:
         collector.next_groups(0, 0, lambda: None)
     until(lambda: threads() == [])
     assert len(engine.cancelled) == 8
+
+
+@pytest.mark.parametrize("job", ["training", "validation"])
+def test_a_reward_that_hangs_is_what_a_stall_names(build, job: str) -> None:
+    go_on = threading.Event()
+
+    def slow(response):
+        go_on.wait(20)
+        return 1.0
+
+    async def slower(response):
+        await asyncio.sleep(20)
+        return 1.0
+
+    def wait(collector: Any) -> Any:
+        if job == "training":
+            collector.start(0, 0)
+            return collector.next_groups(0, 0, lambda: None, poll_s=0.05)
+        prompts = [make_prompt(row=row) for row in range(8)]
+        return collector.jobs.sample(prompts, seed_namespace="side", sampling=SamplingParams(6), timeout_s=0.4)
+
+    def stalled(reward: Any) -> str:
+        with pytest.raises(RolloutError) as raised:
+            wait(build(reward=reward, timeout_s=0.4)[0])
+        return str(raised.value)
+
+    try:
+        text = stalled(slow)
+        assert ", 7 responses are being sampled, 1 rewarded" in text
+        assert "; look at the reward test_a_reward_that_hangs_is_what_a_stall_names.<locals>.slow, which " in text
+        assert text.endswith("which does not return and holds everything else up, or set a longer timeout_s")
+    finally:
+        go_on.set()
+    text = stalled(slower)
+    assert ", 0 responses are being sampled, 8 rewarded" in text
+    assert text.endswith(".slower, which every response waits for, or set a longer timeout_s")
 
 
 def test_nothing_finished_within_the_deadline(build) -> None:

@@ -1,10 +1,13 @@
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 
-from lightning_ppo.errors import EngineDiedError, RewardError, RolloutError
+from lightning_ppo.errors import EngineDiedError, EngineError, RewardError, RolloutError
 from lightning_ppo.rollout.engine import SamplingParams
+from lightning_ppo.rollout.failure_config import FailureConfig
+from lightning_ppo.rollout.watchdog import Watchdog
 from lightning_ppo.testing import FakeEngine, make_prompt
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, stop_token_ids=(1,))
@@ -93,13 +96,75 @@ def test_its_failure_leaves_the_rollouts_alone(build) -> None:
     assert len(collector.next_groups(0, 0, lambda: None).groups) == 4
 
 
-def test_deadline_cancels_what_is_left(build, until) -> None:
+def test_a_stall_cancels_what_is_left(build, until) -> None:
     engine = FakeEngine(holds=lambda request: request.prompt_ids[1] == 7)
     collector, _ = build(engine)
-    with pytest.raises(RolloutError, match=r"validate responses were not finished within timeout_s=0\.1"):
+    with pytest.raises(RolloutError) as raised:
         sample(collector, timeout_s=0.1)
+    assert str(raised.value) == (
+        "no validate response was finished for timeout_s=0.1; 2 of 3 are, 1 responses are being sampled, 0 rewarded; "
+        "look at the engine's log, or set a longer timeout_s"
+    )
     until(lambda: len(engine.cancelled) == 1)
     assert engine.held == ()
+
+
+def test_every_finished_response_starts_the_deadline_anew(build, monkeypatch) -> None:
+    """As in training: a job of a thousand responses may take as long as it likes, if it gets on."""
+    now_s, before = [0.0], [0]
+    monkeypatch.setattr("lightning_ppo.rollout.sample_job.Watchdog", partial(Watchdog, clock=lambda: now_s[0]))
+    engine, rewarded = FakeEngine(holds=lambda request: True), []
+    collector, _ = build(engine, reward=lambda response: rewarded.append(response) or 1.0)
+
+    def poll() -> None:
+        # the last one is finished, and was so at the last look: the next one follows, most of the deadline later
+        if len(engine.held) == 3 - len(rewarded) and before[0] == len(rewarded):
+            now_s[0] += 8.0
+            engine.let_go(engine.held[0])
+        before[0] = len(rewarded)
+
+    assert len(sample(collector, timeout_s=10.0, poll=poll, poll_s=0.02)) == 3
+    assert now_s[0] == 24.0
+
+
+def test_a_stall_is_a_warning_if_that_is_what_stalls_are(build, caplog) -> None:
+    engine = FakeEngine(holds=lambda request: True)
+    warn = FailureConfig(stall_action="warn")
+    collector, _ = build(engine, failures=warn)
+
+    def poll() -> None:
+        if "waits on" in caplog.text:
+            engine.let_go()
+
+    assert len(sample(collector, timeout_s=0.1, poll=poll, poll_s=0.02)) == 3
+    assert "no validate response was finished for timeout_s=0.1; 0 of 3 are" in caplog.text
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [PROMPTS[0]] * 3], ids=["rows", "one row thrice"])
+def test_a_failing_response_is_tried_again_alone_with_its_seed(build, prompts: Any) -> None:
+    alone = texts(sample(build()[0], prompts))
+    engine = FakeEngine(fails=lambda request: EngineError("HTTP 503") if request.request_id[-5:-1] != "_try" else None)
+    collector, _ = build(engine, failures=FailureConfig(backoff_s=0.0, max_infra_attempts=2))
+    assert texts(sample(collector, prompts)) == alone
+    names = [request.request_id for request in engine.requests]
+    assert sorted(names) == sorted(f"validate1_{place}{end}" for place in range(3) for end in ("", "_try1"))
+    assert {request.request_id[9]: request.seed for request in engine.requests[:3]} == {
+        request.request_id[9]: request.seed for request in engine.requests[3:]
+    }
+
+
+@pytest.mark.parametrize(("settings", "asked"), [({"max_infra_attempts": 4}, 4), ({"max_data_attempts": 1}, 1)])
+def test_attempts_are_counted_as_in_training_and_no_response_is_dropped(build, settings: Any, asked: int) -> None:
+    error = EngineError("HTTP 503") if "max_infra_attempts" in settings else KeyError("bad row")
+    failures = FailureConfig(backoff_s=0.0, drop="replace", max_dropped_prompts=9, **settings)
+    engine = FakeEngine(fails=lambda request: error)
+    collector, _ = build(engine, failures=failures)
+    with pytest.raises(type(error)) as raised:
+        sample(collector, PROMPTS[2:])
+    assert raised.value is error
+    assert len(engine.requests) == asked
+    (kind,) = settings
+    assert error.__notes__ == [f"rollout of validate row 2, response 0: this used up failures.{kind}={asked}"]
 
 
 def test_poll_and_health_are_asked_while_it_waits(build, until) -> None:

@@ -20,8 +20,9 @@ from lightning_ppo.errors import (
     RewardError,
     RolloutError,
 )
+from lightning_ppo.rollout.failure_class import FailureClass, classify
 from lightning_ppo.rollout.failure_config import FailureConfig
-from lightning_ppo.rollout.failures import Drop, FailureBudget, FailureClass, Retry, check_drops, classify
+from lightning_ppo.rollout.failures import Drop, FailureBudget, Retry, check_drops
 from lightning_ppo.rollout.tail import group_alignment
 
 INFRA, DATA, FATAL = FailureClass.INFRA, FailureClass.DATA, FailureClass.FATAL
