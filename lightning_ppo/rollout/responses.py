@@ -69,7 +69,7 @@ class Responder:
 
     def counts(self) -> str:
         """Say how many responses are at which stage, for messages."""
-        return f"{len(self.generating)} responses are being sampled, {self._rewarding} rewarded"
+        return f"being sampled: {len(self.generating)} responses, being rewarded: {self._rewarding}"
 
     def suspect(self) -> str:
         """Name what to look at when nothing is finished any more."""

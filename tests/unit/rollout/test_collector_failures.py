@@ -177,13 +177,13 @@ def test_a_reward_that_hangs_is_what_a_stall_names(build, job: str) -> None:
 
     try:
         text = stalled(slow)
-        assert ", 7 responses are being sampled, 1 rewarded" in text
+        assert ", being sampled: 7 responses, being rewarded: 1" in text
         assert "; look at the reward test_a_reward_that_hangs_is_what_a_stall_names.<locals>.slow, which " in text
         assert text.endswith("which does not return and holds everything else up, or set a longer timeout_s")
     finally:
         go_on.set()
     text = stalled(slower)
-    assert ", 0 responses are being sampled, 8 rewarded" in text
+    assert ", being sampled: 0 responses, being rewarded: 8" in text
     assert text.endswith(".slower, which every response waits for, or set a longer timeout_s")
 
 

@@ -102,8 +102,8 @@ def test_a_stall_cancels_what_is_left(build, until) -> None:
     with pytest.raises(RolloutError) as raised:
         sample(collector, timeout_s=0.1)
     assert str(raised.value) == (
-        "no validate response was finished for timeout_s=0.1; 2 of 3 are, 1 responses are being sampled, 0 rewarded; "
-        "look at the engine's log, or set a longer timeout_s"
+        "no validate response was finished for timeout_s=0.1; 2 of 3 are, being sampled: 1 responses, being rewarded: "
+        "0; look at the engine's log, or set a longer timeout_s"
     )
     until(lambda: len(engine.cancelled) == 1)
     assert engine.held == ()
