@@ -165,16 +165,10 @@ class PPOCLI(LightningCLI):
             raise ConfigError(
                 f"data.validation_prompts=None leaves nothing to {self.subcommand}; give a jsonl file of prompts"
             )
-        folder = Path(str(config.trainer.default_root_dir or "runs"))
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"cannot be made ({error.strerror})"
-            raise reject("trainer.default_root_dir", folder, why, "give another folder") from error
         if config.trainer.logger in (None, True):
             files = config.get("config") or []
             init_args = {
-                "save_dir": str(folder),
+                "save_dir": str(config.trainer.default_root_dir or "runs"),
                 "name": Path(str(files[-1])).stem if files else "run",
                 # Lightning's placeholder metric has no meaning here
                 "default_hp_metric": False,
@@ -227,6 +221,7 @@ class PPOCLI(LightningCLI):
             if self.subcommand == "export":
                 self._export()
             else:
+                self._make_folder()
                 super()._run_subcommand(str(self.subcommand))
         except SETTING_ERRORS as error:
             return fail_setting(error)
@@ -240,6 +235,14 @@ class PPOCLI(LightningCLI):
                 raise
             return self._stopped(130, "interrupted")
         return 0
+
+    def _make_folder(self) -> None:
+        folder = Path(self.trainer.default_root_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            why = f"cannot be made ({error.strerror})"
+            raise reject("trainer.default_root_dir", folder, why, "give another folder") from error
 
     def fit(self, **arguments: Any) -> None:
         """Train, then say where the files are."""

@@ -29,7 +29,7 @@ from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.tail import group_alignment
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.devices import place_servers, uses_cuda, visible
-from lightning_ppo.validation import check_choice, require
+from lightning_ppo.validation import check_choice, check_kind, require
 
 if TYPE_CHECKING:
     from lightning_ppo.rollout.ray.runtime import RayRuntime
@@ -57,8 +57,10 @@ def chosen_engine(engine: str, local: LocalEngineConfig, vllm: VLLMConfig) -> Lo
     """Return the settings of the engine that `engine` names.
 
     Raises:
-        ConfigError: there is no such engine, or the other one was set as well.
+        ConfigError: there is no such engine, the other one was set as well, or settings are of another class.
     """
+    check_kind("local", local, LocalEngineConfig)
+    check_kind("vllm", vllm, VLLMConfig)
     check_choice("engine", engine, ("local", "vllm"))
     name, other, default = ("vllm", vllm, VLLMConfig()) if engine == "local" else ("local", local, LocalEngineConfig())
     require(other == default, name, other, f"is not read by engine={engine}", f"set engine={name}, or drop it")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,7 @@ from lightning_ppo.rollout.local.config import LocalEngineConfig
 from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.trainer_process import TrainerProcess
 from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.vllm.devices import gpu_numbers
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.validation import check_kind, reject
 
@@ -66,9 +68,8 @@ class RolloutDataModule(L.LightningDataModule):
         ray: RayConfig = RayConfig(),  # noqa: B008 - frozen
     ) -> None:
         super().__init__()
-        kinds = (("rollout", rollout, RolloutConfig), ("local", local, LocalEngineConfig), ("vllm", vllm, VLLMConfig))
-        for name, value, kind in (*kinds, ("ray", ray, RayConfig)):
-            check_kind(name, value, kind)
+        check_kind("rollout", rollout, RolloutConfig)
+        check_kind("ray", ray, RayConfig)
         self.prompts: Rows = prompts
         self.validation_prompts: Rows | None = validation_prompts
         self.reward = reward
@@ -82,7 +83,7 @@ class RolloutDataModule(L.LightningDataModule):
         """On rank 0."""
         self._ray: RayRuntime | None = None
         self._engine_is_up = False
-        self.served_version: int | None = None
+        self.served_version = -1
         """Policy version of the last refit."""
         self._process: TrainerProcess | None = None
         self._directory: Path | None = None
@@ -91,9 +92,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def make_engine(self) -> Engine:
         """Build the engine, not started yet; override to use another one."""
-        return build_engine(
-            self.engine_config, self.rollout, self._directory, self._ray, log.info, self._trainer_devices()
-        )
+        gpus = gpu_numbers(self._trainer().strategy)
+        return build_engine(self.engine_config, self.rollout, self._directory, self._ray, log.info, gpus)
 
     @property
     def run_seed(self) -> int:
@@ -115,7 +115,7 @@ class RolloutDataModule(L.LightningDataModule):
                 `stop_token_ids`, or rollouts are to be recorded without a run folder.
         """
         self._seed = self._last.seed(self.trainer, self.rollout.run_seed)
-        self._data = DataSets.load(
+        self._data = data = DataSets.load(
             self.prompts,
             self.validation_prompts,
             self.reward,
@@ -126,18 +126,20 @@ class RolloutDataModule(L.LightningDataModule):
         )
         # a collective, so it is asked for here and not by rank 0 alone
         self._directory = self._run_directory()
-        is_fit = self._trainer().state.fn == TrainerFn.FITTING
-        if is_fit and self.rollout.record_rollouts and self._directory is None:
+        max_steps = self._trainer().max_epochs if self._trainer().state.fn == TrainerFn.FITTING else None
+        if max_steps is not None and self.rollout.record_rollouts and self._directory is None:
             raise reject("record_rollouts", True, "has no folder to write to", "set trainer.logger, or switch it off")
-        if not self._trainer().is_global_zero:
-            return
-        self._ray = build_ray(self.engine_config, self.rollout, self.ray_config, self._trainer_devices())
-        max_steps = self._trainer().max_epochs if is_fit else None
+        place = RunPlace(self.run_seed, self._trainer().world_size, warmup_steps, self._directory, max_steps)
+        self._relay().run(lambda poll: self._build(data, tokenizer, place))
+
+    def _build(self, data: DataSets, tokenizer: Any, place: RunPlace) -> None:
+        """On rank 0: build what generates."""
+        self._ray = build_ray(self.engine_config, self.rollout, self.ray_config, gpu_numbers(self._trainer().strategy))
         self._generators = build_generators(
             self.make_engine(),
-            self._data,
+            data,
             self.rollout,
-            RunPlace(self.run_seed, self._trainer().world_size, warmup_steps, self._directory, max_steps),
+            place,
             self._ray,
             tokenizer=tokenizer,
             is_reproducible=not isinstance(self.engine_config, VLLMConfig),
@@ -159,10 +161,9 @@ class RolloutDataModule(L.LightningDataModule):
         return True
 
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
-        """Start generating for training."""
+        """Start generating for training. A collective."""
         self._last.began(self.trainer, self.run_seed)
-        if self._generators is not None:
-            self._generators.start_rollouts(ppo_step, policy_version)
+        self._relay().run(lambda poll: self._rank_zero().start_rollouts(ppo_step, policy_version))
 
     def close(self) -> None:
         """Stop generation; safe to call twice, on every rank."""
@@ -182,8 +183,7 @@ class RolloutDataModule(L.LightningDataModule):
         """Make the engine serve new weights (none: just the number), have that proved, then let rollouts start."""
         self._relay().run(lambda poll: self._rank_zero().refit(poll, weights, version))
         prove()
-        if self._generators is not None:
-            self._generators.publish(version)
+        self._relay(stops=False).run(lambda poll: self._rank_zero().publish(version))
         self.served_version = version
 
     @property
@@ -210,8 +210,7 @@ class RolloutDataModule(L.LightningDataModule):
             ppo_step: The step that trained them.
             chunks: Draws of each of its chunks.
         """
-        if self._generators is not None:
-            self._generators.release(ppo_step, chunks)
+        self._relay(stops=False).run(lambda poll: self._rank_zero().release(ppo_step, chunks))
 
     def sample(self, prompts: Sequence[Prompt], *, namespace: str, num_samples: int = 1) -> list[Trajectory]:
         """Sample responses outside of training, with the validation sampling settings.
@@ -258,14 +257,15 @@ class RolloutDataModule(L.LightningDataModule):
         return self._generators.collector.state_dict()
 
     def load_position(self, position: dict[str, Any]) -> None:
-        """Continue where a checkpoint was saved.
+        """Continue where a checkpoint was saved. A collective.
 
         Raises:
             CheckpointError: the position is damaged, or belongs to other prompts, seed or shuffle setting.
         """
-        if self._generators is not None and self._trainer().state.fn == TrainerFn.FITTING:
-            self._generators.collector.load_state_dict(position)
-            self._last.position = position
+        if self._trainer().state.fn == TrainerFn.FITTING:
+            self._relay().run(lambda poll: self._rank_zero().collector.load_state_dict(position))
+            if self._generators is not None:
+                self._last.position = position
 
     def _next_share(self, ppo_step: int, consumed: int) -> Share:
         trainer = self._trainer()
@@ -276,12 +276,13 @@ class RolloutDataModule(L.LightningDataModule):
 
         return self._relay().run(work)[trainer.global_rank]
 
-    def _relay(self) -> Relay:
+    def _relay(self, *, stops: bool = True) -> Relay:
+        """What rank 0 does while the others wait; `stops=False`: a step that is all but complete is completed first."""
         strategy = self._trainer().strategy
         if not isinstance(strategy, StreamingPPOStrategy):
             name = type(strategy).__name__
             raise reject("strategy", name, "cannot deal rollouts out", "set strategy=StreamingPPOStrategy()")
-        return strategy.relay
+        return strategy.relay if stops else replace(strategy.relay, is_stopped=lambda: False)
 
     def _rank_zero(self) -> Generators:
         if self._generators is None:
@@ -292,10 +293,6 @@ class RolloutDataModule(L.LightningDataModule):
         if self.trainer is None:
             raise RolloutError("RolloutDataModule is not attached to a trainer; pass it to Trainer.fit")
         return self.trainer
-
-    def _trainer_devices(self) -> list[int]:
-        devices = getattr(self._trainer().strategy, "parallel_devices", None) or []
-        return [device.index for device in devices if device.type == "cuda" and device.index is not None]
 
     def _run_directory(self) -> Path | None:
         """The logger's folder; without a logger nothing is written."""

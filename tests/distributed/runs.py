@@ -94,6 +94,7 @@ SETUPS = {
     ),
     "heartbeat": Setup(steps=1, delay_s=5.0),
     "odd": Setup(rollout={"num_generations_per_prompt": 1, "num_prompts_per_step": 3}),
+    "unrepeatable": Setup(rollout={"replay_schedule": "nowhere.jsonl"}),
     "plain": Setup(),
 }
 

@@ -38,6 +38,24 @@ def test_failing_reward_ends_both_ranks_with_its_error(start):
         assert "no reward today" in pair.error(rank)
 
 
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [
+        # in the set-up, when a checkpoint is loaded, and at the end of a step: nobody waits in a collective of rank 0's
+        ("unrepeatable", "DataError: replay_schedule=nowhere.jsonl cannot be read ("),
+        ("other_prompts", "CheckpointError: the prompts differ from those of the checkpoint; resume with the same "),
+        ("unwritable", "RolloutError: schedule="),
+    ],
+)
+def test_error_of_what_rank_0_does_alone_is_that_of_both(start, action, error):
+    pair = start(action)
+    assert pair.wait() == 1
+    first, second = (pair.error(rank) for rank in (0, 1))
+    assert first == second
+    assert first.startswith(error)
+    assert "\n" not in first
+
+
 def test_steps_that_ranks_cannot_share_are_refused_on_both(start):
     pair = start("odd")
     assert pair.wait() == 1

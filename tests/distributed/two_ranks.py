@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from runs import SETUPS, SaveMidStep, build
 
 import lightning_ppo as ppo
+from lightning_ppo.checkpoint import KEY
 from lightning_ppo.errors import StepError
 from lightning_ppo.rollout.engine import GenerationRequest
 from lightning_ppo.testing import FakeEngine
@@ -130,6 +131,34 @@ def stuck(policy: str, folder: Path) -> dict[str, Any]:
     return build("plain", policy, folder, devices=2, engine=FakeEngine(holds=hold)).fit()
 
 
+class Spoil(ppo.PPOCallback):
+    """Puts a folder where rank 0 writes the schedule."""
+
+    def on_chunk_end(self, trainer, pl_module, payload):
+        path = Path(trainer.log_dir) / "schedule.jsonl"
+        if payload.chunk.ppo_step == 1 and trainer.is_global_zero:
+            path.unlink()
+            path.mkdir()
+
+
+def unwritable(policy: str, folder: Path) -> dict[str, Any]:
+    """The schedule of step 1 cannot be written, on rank 0, when its rollouts are released."""
+    return build("plain", policy, folder, devices=2, callbacks=(Spoil(),), logger=CSVLogger(folder)).fit()
+
+
+def other_prompts(policy: str, folder: Path) -> dict[str, Any]:
+    """The checkpoint is of other prompts, which rank 0 notices."""
+    run = build("plain", policy, folder, devices=2)
+    run.fit()
+    run.trainer.save_checkpoint(folder / "plain.ckpt")
+    if run.trainer.is_global_zero:
+        saved = torch.load(folder / "plain.ckpt", weights_only=True)
+        saved[KEY]["prompts"]["prompts"] = "other"
+        torch.save(saved, folder / "other.ckpt")
+    run.trainer.strategy.barrier()
+    return build("plain", policy, folder, devices=2).fit(folder / "other.ckpt")
+
+
 ACTIONS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     **{name: partial(fit, name) for name in SETUPS},
     "checkpointed": checkpointed,
@@ -141,6 +170,8 @@ ACTIONS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "non_finite": non_finite,
     "bad_reward": bad_reward,
     "stuck": stuck,
+    "unwritable": unwritable,
+    "other_prompts": other_prompts,
 }
 
 

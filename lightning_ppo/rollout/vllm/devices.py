@@ -14,6 +14,12 @@ def uses_cuda(config: VLLMConfig) -> bool:
     return config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
 
 
+def gpu_numbers(strategy: object) -> list[int]:
+    """Numbers of the GPUs of this machine that a Lightning strategy trains on."""
+    devices = getattr(strategy, "parallel_devices", None) or ()
+    return [device.index for device in devices if device.type == "cuda" and device.index is not None]
+
+
 def place_servers(config: VLLMConfig, trainer_devices: Sequence[int], *, colocated: bool) -> VLLMConfig:
     """Fill in `vllm.devices`: devices that the trainer leaves free, or, colocated, the trainer's own first.
 
