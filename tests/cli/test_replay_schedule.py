@@ -96,7 +96,8 @@ def test_a_schedule_that_cannot_be_read_is_one_line(command, tmp_path):
     outcome = command(*arguments)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert outcome.err.startswith(f"error: replay_schedule={path} cannot be read (")
-    path.write_text('{"ppo_step": 0, "chunks": [[0, 1, 2, 3]]}\n{"ppo_')
+    step = '{"ppo_step": %d, "chunks": [[0, 1, 2, 3]]}\n'
+    path.write_text(step % 0 + '{"ppo_\n' + step % 2)
     outcome = command(*arguments)
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert outcome.err.startswith(f"error: {path} line 2: ")

@@ -342,7 +342,17 @@ def without_records(line):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda lines: [*lines[:-1], lines[-1][:-9]], DataError, r"schedule.jsonl line 4: .*; every line must be"),
+        # a kill may cut the last line off, and nothing else
+        (
+            lambda lines: [*lines[:-1], lines[-1][:-9]],
+            ConfigError,
+            "max_epochs=3 is more than .* set trainer.max_epochs=2",
+        ),
+        (
+            lambda lines: [*lines[:2], lines[2][:-9], lines[3]],
+            DataError,
+            r"schedule.jsonl line 3: .*; every line must be",
+        ),
         (lambda lines: lines[:-1], ConfigError, "max_epochs=3 is more than .* holds; set trainer.max_epochs=2"),
         (lambda lines: [lines[0], *lines[2:]], CheckpointError, "begins with PPO step 1, this run with 0"),
         (lambda lines: [*lines[:2], lines[3]], DataError, "lacks PPO step 1; give the whole schedule.jsonl"),
