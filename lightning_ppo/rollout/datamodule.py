@@ -84,7 +84,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._ray: RayRuntime | None = None
         self._engine_is_up = False
         self.served_version = -1
-        """Policy version of the last refit."""
+        """Policy version that the engine was last given."""
         self._process: TrainerProcess | None = None
         self._directory: Path | None = None
 
@@ -157,7 +157,7 @@ class RolloutDataModule(L.LightningDataModule):
             return False
         self._process = TrainerProcess.confine(self.engine_config)
         self._relay().run(lambda poll: self._rank_zero().start(config_json, weights, policy_version))
-        self._engine_is_up = True
+        self._engine_is_up, self.served_version = True, policy_version
         return True
 
     def start_rollouts(self, ppo_step: int, policy_version: int) -> None:
