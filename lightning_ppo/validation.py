@@ -38,7 +38,11 @@ def check_number(field: str, value: Any, low: float, high: float = math.inf, *, 
     require(inside, field, value, "is out of range", f"set a finite number {bounds}")
 
 
+def is_count(value: Any, low: int = 1) -> bool:
+    """Whether `value` is a whole number of at least `low`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+
 def check_count(field: str, value: Any, low: int = 1) -> None:
     """Raise `ConfigError` unless `value` is a whole number of at least `low`."""
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
-    require(ok, field, repr(value), "is not a valid count", f"set a whole number >= {low}")
+    require(is_count(value, low), field, repr(value), "is not a valid count", f"set a whole number >= {low}")

@@ -1,7 +1,6 @@
 """A process group of one trainer and the workers of one server, beside whatever default group either side has."""
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_ppo.environment import set_variables
 from lightning_ppo.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -193,16 +193,11 @@ def _join_gloo(store: Any, rank: int, world_size: int, limit: timedelta, address
 def _nccl_settings() -> Iterator[None]:
     # Read when a group is made; the groups of training, in this process too, keep their own.
     with _environment:
-        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
-        os.environ.update(_NCCL_SETTINGS)
+        before = set_variables(_NCCL_SETTINGS)
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = value
+            set_variables(before)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.rollout.windows import check_window
-from lightning_ppo.validation import check_choice, check_count, check_kind, check_number, reject, require
+from lightning_ppo.validation import check_choice, check_count, check_kind, check_number, is_count, reject, require
 
 SAMPLERS = ("in_order", "ready_first", "windowed", "weight_fifo")
 
@@ -129,7 +129,8 @@ class RolloutConfig:
             ok = value == off or self.validation_temperature > 0
             require(ok, name, value, why, "set validation_temperature > 0, or drop it")
         if self.stop_token_ids is not None:
-            ok = isinstance(self.stop_token_ids, (tuple, list)) and all(map(_is_token, self.stop_token_ids))
+            ids = self.stop_token_ids
+            ok = isinstance(ids, (tuple, list)) and all(is_count(token, 0) for token in ids)
             require(ok, "stop_token_ids", self.stop_token_ids, "are no token ids", "set a tuple of whole numbers >= 0")
         if self.seed is not None:
             check_count("seed", self.seed, 0)
@@ -217,7 +218,3 @@ class RolloutConfig:
         """Return how responses of validate and predict are sampled."""
         temperature, top_p, top_k = self.validation_temperature, self.validation_top_p, self.validation_top_k
         return SamplingParams(self.max_response_tokens, temperature, top_p, top_k, stop_token_ids)
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -111,7 +111,7 @@ class PromptSet:
 
 def _encoded(row: Mapping[str, Any], place: str) -> bytes:
     try:
-        return json.dumps(dict(row), sort_keys=True, default=_plain).encode() + b"\n"
+        return _json(dict(row)).encode() + b"\n"
     except (TypeError, ValueError) as error:
         bad = next(name for name, value in row.items() if not _is_plain(value))
         raise DataError(
@@ -119,9 +119,13 @@ def _encoded(row: Mapping[str, Any], place: str) -> bytes:
         ) from error
 
 
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
 def _is_plain(value: Any) -> bool:
     try:
-        json.dumps(value, sort_keys=True, default=_plain)
+        _json(value)
     except (TypeError, ValueError):
         return False
     return True
@@ -133,5 +137,5 @@ def _plain(value: Any) -> Any:
         if hasattr(value, method):
             return getattr(value, method)()
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(item, sort_keys=True, default=_plain) for item in value)
+        return sorted(map(_json, value))
     return value.hex() if isinstance(value, bytes) else type(value).__qualname__

@@ -4,7 +4,6 @@ import asyncio
 import multiprocessing
 import time
 
-import lightning as L
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -72,40 +71,24 @@ def test_the_built_in_engine_gives_its_memory_back(policy_folder):
 
 @pytest.mark.parametrize("colocated", [False, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_run_with_engine_and_training_on_it(policy_folder, tmp_path, colocated, precision):
+def test_a_run_with_engine_and_training_on_it(make_run, colocated, precision):
     metrics = []
 
     class Keep(ppo.PPOCallback):
         def on_ppo_step_end(self, trainer, pl_module, payload):
             metrics.append(payload.metrics)
 
-    data = ppo.RolloutDataModule(
-        [{"prompt": f"^{letter}="} for letter in "abcdefgh"],
-        lambda prompt, response: len(response) / 8,
-        rollout=ppo.RolloutConfig(
-            num_prompts_per_step=4,
-            num_generations_per_prompt=2,
-            min_groups_for_streaming_train=4 if colocated else 1,
-            max_response_tokens=8,
-            colocated=colocated,
-        ),
-        local=ppo.LocalEngineConfig(slots=8, device=GPU, trainer_threads=None),
-    )
-    trainer = L.Trainer(
+    run = make_run(
+        3,
+        fake=LocalEngine(ppo.LocalEngineConfig(slots=8, device=GPU, trainer_threads=None)),
+        rollout={"min_groups_for_streaming_train": 4 if colocated else 1, "colocated": colocated},
+        callbacks=[Keep()],
         accelerator="gpu",
         devices=1,
         precision=precision,
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-        strategy=ppo.StreamingPPOStrategy(),
-        callbacks=[Keep()],
     )
-    trainer.fit(ppo.PPOModule(policy_folder), data)
-    assert trainer.global_step == 3
+    run.fit()
+    assert run.trainer.global_step == 3
     limit = 1e-3 if precision == "32-true" else 0.2
     assert all(step["rollout/sampler_mismatch_max"] < limit for step in metrics)
 

@@ -190,6 +190,15 @@ def _answers(url):
 SERVING, QUARANTINED, DEAD = MemberState.SERVING, MemberState.QUARANTINED, MemberState.DEAD
 
 
+def put_in_quarantine(world):
+    """Have the first server fail its probes, and return it."""
+    member = world.fleet.members()[0]
+    member.control.do("bad")
+    world.fleet.report(member, ConnectionError())
+    wait_for(lambda: member.state is QUARANTINED)
+    return member
+
+
 # ---------------------------------------------------------------------- start and end
 
 
@@ -416,10 +425,7 @@ def test_quarantine_and_trust(make_world):
 def test_a_quarantined_server_that_missed_a_refit_gets_it_before_it_serves(make_world):
     world = make_world(num_servers=2, quarantine_after=20)
     world.refit(1)
-    member = world.fleet.members()[0]
-    member.control.do("bad")
-    world.fleet.report(member, ConnectionError())
-    wait_for(lambda: member.state is QUARANTINED)
+    member = put_in_quarantine(world)
     assert world.refit(2) == ["server_1"]
     assert member.control.info()["weights"] == 1
     member.control.do("good")
@@ -675,10 +681,7 @@ def test_a_start_under_way_ends_for_the_sleep_and_goes_on_after_it(make_world, t
 def test_nobody_is_let_in_while_the_engine_sleeps(make_world):
     world = make_world(num_servers=2, quarantine_after=20)
     world.refit(1)
-    member = world.fleet.members()[0]
-    member.control.do("bad")
-    world.fleet.report(member, ConnectionError())
-    wait_for(lambda: member.state is QUARANTINED)
+    member = put_in_quarantine(world)
     world.refit(2)
     with world.fleet.falling_asleep(10.0):
         member.control.do("good")

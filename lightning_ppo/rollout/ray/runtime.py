@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_ppo.environment import set_variables
 from lightning_ppo.errors import ConfigError, EngineError
 from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.resources import Resources, describe
@@ -162,11 +163,10 @@ class RayRuntime:
             # This thread's only, for what it starts: the trainer may have pinned itself meanwhile.
             os.sched_setaffinity(0, self._cores)
         reaches_out = ray_constants.ENABLE_RAY_CLUSTER
-        visible = os.environ.get(_VISIBLE)
+        # what Ray starts now numbers these GPUs; this process goes on with its own
+        shown = {} if self._gpus is None or settings["address"] != "local" else {_VISIBLE: ",".join(self._gpus)}
+        before = set_variables(shown)
         try:
-            if "num_gpus" in settings:
-                # what Ray starts now numbers these; this process goes on with its own
-                os.environ[_VISIBLE] = ",".join(self._gpus or ())
             if settings["address"] == "local":
                 # If Ray was imported before, it has not seen the environment.
                 ray_constants.ENABLE_RAY_CLUSTER = False
@@ -177,8 +177,7 @@ class RayRuntime:
             return
         finally:
             ray_constants.ENABLE_RAY_CLUSTER = reaches_out
-            if "num_gpus" in settings:
-                _set_variable(_VISIBLE, visible)
+            set_variables(before)
             self._began.set()
         self._closing.wait()
         ray.shutdown(wait_for_processes=True)
@@ -188,8 +187,7 @@ class RayRuntime:
         where = default if len(default) <= _LONGEST_TEMPORARY else "/tmp"
         self._folder = tempfile.mkdtemp(prefix="ppo_ray_", dir=where)
         changes = dict((*_LOCAL_ENVIRONMENT.items(), _TOKEN))
-        self._saved = {name: os.environ.get(name) for name in (*changes, *_RAY_SETS)}
-        os.environ.update(changes)
+        self._saved = {name: os.environ.get(name) for name in _RAY_SETS} | set_variables(changes)
         return {
             "address": "local",
             "num_cpus": max(os.cpu_count() or 1, math.ceil(self._num_cpus)),
@@ -224,16 +222,8 @@ class RayRuntime:
             self._folder = None
 
     def _restore_environment(self) -> None:
-        for name, value in self._saved.items():
-            _set_variable(name, value)
+        set_variables(self._saved)
         self._saved = {}
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 def _import_ray(wanted_by: str) -> Any:

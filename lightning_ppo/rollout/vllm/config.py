@@ -92,9 +92,9 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
-        self._check_urls()
         # once, for everything that appends a path; a double slash is another path to most servers
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
+        self._check_urls()
         for name in (
             "num_servers",
             "devices_per_server",
@@ -137,8 +137,7 @@ class VLLMConfig:
     def _check_urls(self) -> None:
         for url in self.urls:
             require(_is_address(url), "vllm.urls", url, "is no http address of a server", "write http://host:port")
-        plain = [url.rstrip("/") for url in self.urls]
-        doubled = sorted({url for url in plain if plain.count(url) > 1})
+        doubled = sorted({url for url in self.urls if self.urls.count(url) > 1})
         if doubled:
             raise reject("vllm.urls", doubled[0], "is there twice", "name every server once")
         if self.urls and self.placement == "ray":
