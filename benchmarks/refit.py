@@ -19,12 +19,14 @@ last two columns are the goal, refit <= 2 x memcpy + a fixed cost. What a refit 
 seen twice in the same run, in a pause and a resume alone and in the refit of the smallest policy; `--fixed-s` leaves
 room for what these do not show, the tenth of a millisecond per tensor of a deeper policy.
 
-On a CPU vLLM's load packs every matrix for its kernels, which is a cost of the bytes that no transport can avoid. It is
-measured alone, in a process of its own on the server's core, with the shapes of the state dict. With
-`--cpu-weights plain` the server keeps matrices as they are sent.
+On a CPU vLLM's kernels want large matrices packed, which is a cost of the bytes that no transport can avoid. It is
+measured alone, in a process of its own on the server's core, with the shapes of the state dict. When it is paid depends
+on `--cpu-weights`: by the first forward pass after a refit (`packed`), by the refit (`vllm`), or never (`plain`). So
+two short responses are asked for after every refit, one after the other: `first` and `next`.
 """
 
 import argparse
+import asyncio
 import os
 import statistics
 import subprocess
@@ -41,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_ppo.refit.buckets import Bucket
 from lightning_ppo.refit.host_weights import HostWeights
-from lightning_ppo.rollout.engine import PolicySpec
+from lightning_ppo.rollout.engine import GenerationRequest, PolicySpec, SamplingParams
 from lightning_ppo.rollout.vllm.config import Transport, VLLMConfig
 from lightning_ppo.rollout.vllm.control import Control
 from lightning_ppo.rollout.vllm.engine import VLLMEngine
@@ -57,6 +59,7 @@ SIZES = {
 }
 CALLS = {"pause": "pause", "start_update": "start", "update": "load", "finish_update": "finish", "resume": "resume"}
 PARTS = ("copy", "pause", "start", "load", "finish", "resume")
+COLUMNS = (*PARTS, "other", "first", "next")
 
 
 PACK = """
@@ -204,6 +207,13 @@ def measure(size: str, args: argparse.Namespace, watch: Stopwatch) -> tuple[int,
                 control.pause(60.0)
                 control.resume(60.0)
 
+            loop = asyncio.new_event_loop()
+
+            def ask(engine: VLLMEngine) -> None:
+                sampling = SamplingParams(max_tokens=1, temperature=0.0)
+                request = GenerationRequest("short", tuple(range(2, 18)), sampling, seed=0)
+                loop.run_until_complete(engine.probe(request))
+
             # first refits reserve memory and join groups
             for number in range(-args.warmup, args.refits):
                 found = {"memcpy": watch.read(lambda: target.copy_(source)), "hold": watch.read(hold)}
@@ -214,6 +224,8 @@ def measure(size: str, args: argparse.Namespace, watch: Stopwatch) -> tuple[int,
                             policy.state_dict().items(), version
                         )
                     )
+                    for when in ("first", "next"):
+                        found[name][when] = watch.read(lambda engine=engine: ask(engine))["total"]
                 if number >= 0:
                     for name, row in found.items():
                         rows[name].append(row)
@@ -235,7 +247,7 @@ def main() -> None:
     parser.add_argument("--refits", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2, help="refits of each transport that do not count")
     parser.add_argument("--bucket-mb", type=int, default=VLLMConfig().bucket_bytes // 1024 // 1024)
-    parser.add_argument("--cpu-weights", choices=("packed", "plain"), default="packed", help="vllm.cpu_weights")
+    parser.add_argument("--cpu-weights", choices=("packed", "plain", "vllm"), default="packed", help="vllm.cpu_weights")
     parser.add_argument("--fixed-s", type=float, default=0.05, help="seconds that a refit may take beside the bytes")
     parser.add_argument("--tied", action="store_true", help="the head is the embedding, as in many small models")
     parser.add_argument("--folder", default="/dev/shm", help="folder of the file transport")
@@ -246,7 +258,7 @@ def main() -> None:
     watch.watch_copies()
     print(
         "policy       MB   memcpy  transport       refit   ratio  "
-        + "".join(f"{part:>8s}" for part in (*PARTS, "other"))
+        + "".join(f"{part:>8s}" for part in COLUMNS)
         + "   2m+fixed  goal",
         flush=True,
     )
@@ -259,7 +271,7 @@ def main() -> None:
             print(
                 f"{parameters / 1e6:5.1f}M  {num_bytes / 1e6:7.1f}  {memcpy:7.4f}  {name:13s} {row['total']:7.4f}"
                 f"  {row['total'] / memcpy:6.1f}  "
-                + "".join(f"{row[part]:8.4f}" for part in (*PARTS, "other"))
+                + "".join(f"{row[part]:8.4f}" for part in COLUMNS)
                 + f"  {allowed:9.4f}  {'reached' if row['total'] <= allowed else 'missed'}",
                 flush=True,
             )

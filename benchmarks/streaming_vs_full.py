@@ -1,14 +1,15 @@
 """Streaming against full batch on the quickstart task, engine on one core and training on the other.
 
 `python benchmarks/streaming_vs_full.py --steps 40`
-`python benchmarks/streaming_vs_full.py --engine vllm --steps 24`
+`python benchmarks/streaming_vs_full.py --engine vllm --steps 8`
 
 One run, whose steps take turns: a sampler of our own lets every other step wait until it is complete. So both modes see
 the same engine and the same minutes; on a shared machine whole runs one after the other differ by more than the modes.
 
 With `--engine vllm` one real server generates, and the policy is a random one, whose tokens are all about as likely:
 one in 42 ends a response, so that lengths are geometric, with a long tail up to 192 tokens. Few responses run at once
-(`--slots`), which makes generation the slower part, as with large models. `DEFAULTS` has what suits two cores.
+(`--slots`), which makes generation the slower part, as with large models. `DEFAULTS` has what suits two cores: chunks
+of a few groups are cut into more micro-batches than a full batch, which costs the less the more groups a step has.
 
 In both modes rollouts of the next step start at the refit, while the critic trains. Let G be the time until the last
 group of a step is finished, counted from the refit; P the policy-side work (values, forward, backward), V the critic's,
@@ -50,7 +51,7 @@ SKIP = 4
 TRAINER_CORE, SERVER_CORE = 0, 1
 DEFAULTS: dict[str, dict[str, int]] = {
     "local": {"groups": 32, "minimum": 4, "slots": 4, "max_tokens": 48, "layers": 2},
-    "vllm": {"groups": 32, "minimum": 4, "slots": 28, "max_tokens": 192, "layers": 10},
+    "vllm": {"groups": 96, "minimum": 12, "slots": 21, "max_tokens": 192, "layers": 10},
 }
 """By engine. vLLM's steps take milliseconds however little they compute: more layers let training weigh as much."""
 

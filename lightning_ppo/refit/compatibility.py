@@ -1,5 +1,6 @@
 """Whether a server serves the policy that is trained, the way the trainer needs it. The server's workers compare."""
 
+import importlib
 import json
 from typing import Any
 
@@ -20,6 +21,20 @@ _SAME = (
     "tie_word_embeddings",
 )
 """Fields of a Hugging Face config that decide which tensors there are, and how long they are."""
+
+
+def need(module: str, name: str) -> Any:
+    """Import one of vLLM's names.
+
+    Raises:
+        EngineError: this vLLM does not have it.
+    """
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise EngineError(
+            f"vLLM is too old for the weight-update interface ({module}.{name} is missing); install vllm==0.32.*"
+        ) from None
 
 
 def expected_policy(config_json: str, dtype: str, max_context_tokens: int) -> dict[str, Any]:

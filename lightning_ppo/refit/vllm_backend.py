@@ -4,7 +4,6 @@ vLLM is imported here and nowhere else, and only inside functions: importing thi
 leans on vLLM's internals is in `VLLMInternals`.
 """
 
-import importlib
 import logging
 import os
 from collections.abc import Iterator
@@ -15,15 +14,13 @@ from typing import Any
 import torch
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.compatibility import EXPECTED, check_policy, check_scheduling
+from lightning_ppo.refit.compatibility import EXPECTED, check_policy, check_scheduling, need
 from lightning_ppo.refit.completeness import check_complete, check_copied, tied_names
+from lightning_ppo.refit.cpu_matrices import CPU_WEIGHTS, Matrix, keep_matrices, matrices_in_place
 from lightning_ppo.refit.incoming import Incoming, Named
 
 BACKEND = "lightning_ppo"
 """What `--weight-transfer-config '{"backend": ...}'` names."""
-
-PLAIN_WEIGHTS = "LIGHTNING_PPO_PLAIN_WEIGHTS"
-"""Environment variable: set, a server on a CPU keeps matrices as they are sent."""
 
 _FACTORY = "vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory"
 
@@ -31,34 +28,16 @@ _FACTORY = "vllm.distributed.weight_transfer.factory", "WeightTransferEngineFact
 def register() -> None:
     """Tell vLLM about the backend; vLLM calls this at start, in each of its processes, through the entry point."""
     try:
-        factory = _need(*_FACTORY)
+        factory = need(*_FACTORY)
     except EngineError as error:
         # vLLM itself goes on to say that it does not know `--weight-transfer-config`.
         logging.getLogger("vllm.lightning_ppo").error("%s", error)
         return
     if BACKEND not in factory._registry:
         factory.register_engine(BACKEND, make_backend())
-    if PLAIN_WEIGHTS in os.environ:
-        keep_plain_weights()
-
-
-def keep_plain_weights() -> None:
-    """Stop vLLM on a CPU from replacing matrices by packed copies; torch multiplies by them as they are.
-
-    vLLM 0.32 has no setting for it.
-
-    Raises:
-        EngineError: vLLM is too old.
-    """
-    name = "vllm.model_executor.layers.utils"
-    _need(name, "dispatch_cpu_unquantized_gemm")
-    utils: Any = importlib.import_module(name)
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        # as vLLM calls it: layer.cpu_linear(x, layer.weight, bias)
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch
+    kind = os.environ.get(CPU_WEIGHTS)
+    if kind is not None:
+        keep_matrices(is_packed=kind == "packed")
 
 
 @dataclass
@@ -88,12 +67,12 @@ class VLLMInternals:
         """
         reload = "vllm.model_executor.model_loader.reload"
         return cls(
-            layerwise_info=_need(f"{reload}.layerwise", "get_layerwise_info"),
-            start_reload=_need(reload, "initialize_layerwise_reload"),
-            finish_reload=_need(reload, "finalize_layerwise_reload"),
-            copy_counter=_need(f"{reload}.meta", "CopyCounter"),
-            embedding=_need("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
-            linear=_need("vllm.model_executor.layers.linear", "LinearBase"),
+            layerwise_info=need(f"{reload}.layerwise", "get_layerwise_info"),
+            start_reload=need(reload, "initialize_layerwise_reload"),
+            finish_reload=need(reload, "finalize_layerwise_reload"),
+            copy_counter=need(f"{reload}.meta", "CopyCounter"),
+            embedding=need("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
+            linear=need("vllm.model_executor.layers.linear", "LinearBase"),
         )
 
 
@@ -103,7 +82,7 @@ def make_backend() -> type:
     Raises:
         EngineError: vLLM is too old.
     """
-    base: Any = _need("vllm.distributed.weight_transfer.base", "WeightTransferEngine")
+    base: Any = need("vllm.distributed.weight_transfer.base", "WeightTransferEngine")
 
     class LightningPPOTransfer(base):  # type: ignore[misc]
         """Loads the trainer's tensors into the model of one worker, between two forward passes."""
@@ -118,7 +97,6 @@ def make_backend() -> type:
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._incoming = Incoming(self.device, worker)
             self._loaded: set[str] = set()
-            self._is_plain = PLAIN_WEIGHTS in os.environ
             self._copied = 0
             self._fills: dict[tuple[Any, ...], int] = {}
 
@@ -126,6 +104,10 @@ def make_backend() -> type:
         def _tied(self) -> set[str]:
             # Found before the first reload: during one, and after one that failed, a tied head is a tensor of its own.
             return tied_names(self.model)
+
+        @cached_property
+        def _in_place(self) -> list[Matrix] | None:
+            return matrices_in_place(self.model)
 
         def init_transfer_engine(self, init_info: Message) -> None:
             """Check that the trainer's policy is the one that is served, or join the trainer's process group."""
@@ -140,7 +122,9 @@ def make_backend() -> type:
             """Make every layer wait for its new tensors."""
             self._loaded = set(self._tied)
             self._copied = 0
-            if self._is_plain:
+            if self._in_place is not None:
+                for matrix in self._in_place:
+                    matrix.forget()
                 return
             for layer in self.model.modules():
                 # What a failed update left behind would be taken for a part of this one.
@@ -153,7 +137,7 @@ def make_backend() -> type:
         def receive_weights(self, update_info: Message) -> None:
             """Load the tensors of one bucket."""
             named = self._incoming.receive(update_info.message)
-            if not self._is_plain:
+            if self._in_place is None:
                 self._load(named)
                 return
             # vLLM skips a tied head, and complains if its other name came in an earlier bucket
@@ -185,7 +169,7 @@ def make_backend() -> type:
 
         def finish_weight_update(self) -> None:
             """Check that nothing is missing, and let the layers compute with the new tensors."""
-            if self._is_plain:
+            if self._in_place is not None:
                 check_copied(self.model, self._loaded, self._copied, self._vllm.embedding)
                 return
             check_complete(self.model, self._loaded, self._vllm.layerwise_info, self._vllm.linear)
@@ -201,12 +185,3 @@ def make_backend() -> type:
             self._incoming.close()
 
     return LightningPPOTransfer
-
-
-def _need(module: str, name: str) -> Any:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError):
-        raise EngineError(
-            f"vLLM is too old for the weight-update interface ({module}.{name} is missing); install vllm==0.32.*"
-        ) from None

@@ -25,12 +25,15 @@ CONTEXT = 384
 SETTINGS = {"device": "cpu", "update_timeout_s": 60.0, "start_timeout_s": 240.0, "kv_cache_bytes": 64 * 1024 * 1024}
 
 
-def policy_config(*, tied: bool = False) -> LlamaConfig:
-    """A two-layer Llama with a head size that vLLM takes on a CPU, and a vocabulary that is no multiple of 64."""
+def policy_config(*, tied: bool = False, large: bool = False) -> LlamaConfig:
+    """A two-layer Llama with a head size that vLLM takes on a CPU, and a vocabulary that is no multiple of 64.
+
+    A large one has matrices of more than 1 MiB among small ones, its head among the former.
+    """
     config = LlamaConfig(
-        vocab_size=90,
+        vocab_size=4200 if large else 90,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=4200 if large else 96,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
@@ -52,11 +55,11 @@ def spec_of(config: LlamaConfig, context: int = CONTEXT) -> PolicySpec:
 
 @pytest.fixture(scope="session")
 def make_policy() -> Callable[..., LlamaForCausalLM]:
-    """Build a random policy: `make_policy(seed, tied=False)`."""
+    """Build a random policy: `make_policy(seed, tied=False, large=False)`."""
 
-    def build(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
+    def build(seed: int, **kind: bool) -> LlamaForCausalLM:
         torch.manual_seed(seed)
-        return LlamaForCausalLM(policy_config(tied=tied)).eval()
+        return LlamaForCausalLM(policy_config(**kind)).eval()
 
     return build
 
@@ -76,13 +79,17 @@ def make_spec() -> Callable[..., PolicySpec]:
 
 @pytest.fixture(scope="session")
 def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., VLLMEngine]]:
-    """Start an engine with servers of its own: `start_engine(tied=False, **settings)`; they end with the session."""
+    """Start an engine with servers of its own, which end with the session: `start_engine(tied=True, **settings)`.
+
+    They load weights as servers on GPUs do, unless `cpu_weights` says something else.
+    """
     engines: list[VLLMEngine] = []
 
-    def start(*, tied: bool = False, **settings: Any) -> VLLMEngine:
-        engine = VLLMEngine(VLLMConfig(**{**SETTINGS, **settings}), tmp_path_factory.mktemp("logs"))
+    def start(*, tied: bool = False, large: bool = False, **settings: Any) -> VLLMEngine:
+        config = VLLMConfig(**{"cpu_weights": "vllm", **SETTINGS, **settings})
+        engine = VLLMEngine(config, tmp_path_factory.mktemp("logs"))
         engines.append(engine)
-        engine.start(spec_of(policy_config(tied=tied)))
+        engine.start(spec_of(policy_config(tied=tied, large=large)))
         return engine
 
     yield start

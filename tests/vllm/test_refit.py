@@ -145,20 +145,24 @@ def test_tied_tensors_stay_tied_after_an_update_that_failed(
         check(member.url, policy, requests, sample, score, greedy, version)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def plain_server(request, start_engine):
-    """Whether embeddings are tied, and a server that keeps matrices as they are sent."""
-    engine = start_engine(tied=request.param, cpu_weights="plain")
-    yield request.param, engine.fleet.serving()[0]
+@pytest.fixture(
+    scope="module", params=[("plain", False), ("plain", True), ("packed", False), ("packed", True)], ids=str
+)
+def server_in_place(request, start_engine):
+    """Kind of the policy, and a server that loads weights where they are."""
+    cpu_weights, tied = request.param
+    kind = {"tied": tied, "large": cpu_weights == "packed"}
+    engine = start_engine(**kind, cpu_weights=cpu_weights)
+    yield kind, engine.fleet.serving()[0]
     engine.close()
 
 
 @pytest.mark.slow
-def test_plain_matrices(plain_server, make_update, make_policy, requests, sample, score, greedy):
-    tied, member = plain_server
+def test_weights_that_are_loaded_in_place(server_in_place, make_update, make_policy, requests, sample, score, greedy):
+    kind, member = server_in_place
     update = make_update("shared_memory")
     for version in (71, 72):
-        policy = make_policy(version, tied=tied)
+        policy = make_policy(version, **kind)
         assert update.update([member.control], policy.state_dict().items(), version) == {}
         check(member.url, policy, requests, sample, score, greedy, version)
     for gone, reason in {
@@ -167,7 +171,7 @@ def test_plain_matrices(plain_server, make_update, make_policy, requests, sample
         "model.embed_tokens.weight": "weights=model.embed_tokens.weight is missing",
     }.items():
         # the head of a tied model is its embedding
-        names = {gone, "lm_head.weight"} if tied and "embed" in gone else {gone}
+        names = {gone, "lm_head.weight"} if kind["tied"] and "embed" in gone else {gone}
         weights = [pair for pair in policy.state_dict().items() if pair[0] not in names]
         (error,) = make_update("shared_memory").update([member.control], weights, 73).values()
         assert reason in str(error)

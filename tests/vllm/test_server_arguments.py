@@ -63,9 +63,12 @@ def test_environment(tmp_path):
     assert (ours["VLLM_SERVER_DEV_MODE"], ours["VLLM_PLUGINS"]) == ("1", "other,lightning_ppo")
     assert not {"RANK", "MASTER_ADDR"} & ours.keys()
     assert "VLLM_PLUGINS" not in command(tmp_path, device="cpu").environment(0, {})
-    assert "LIGHTNING_PPO_PLAIN_WEIGHTS" not in ours
+    assert ours["LIGHTNING_PPO_CPU_WEIGHTS"] == "packed"
     plain = command(tmp_path, device="cpu", cpu_weights="plain").environment(0, base)
-    assert plain["LIGHTNING_PPO_PLAIN_WEIGHTS"] == "1"
+    assert plain["LIGHTNING_PPO_CPU_WEIGHTS"] == "plain"
+    for settings in ({"cpu_weights": "vllm"}, {"devices_per_server": 2}):
+        others = command(tmp_path, device="cpu", **settings).environment(0, base)
+        assert "LIGHTNING_PPO_CPU_WEIGHTS" not in others
 
 
 def test_the_model_folder_holds_the_config_alone(tmp_path, make_spec):

@@ -29,9 +29,11 @@ class VLLMConfig:
         trainer_threads: Threads of the trainer's process while the servers run; None leaves torch's setting.
         num_threads: Threads of each server on a CPU.
         dtype: Precision of the servers' weights; only `float32` keeps log-probs equal to the trainer's to 1e-4.
-        cpu_weights: How servers on a CPU keep matrices: `packed` for vLLM's kernels, or `plain`, as they are sent.
-            Plain ones are not packed anew at each refit, but make decode steps of several responses up to twice as slow
-            where matrices have some megabytes; for tiny policies they are as fast.
+        cpu_weights: How our servers on one CPU keep matrices. `packed`: as they are sent, and where they have a MB or
+            are not float32 a copy that is packed for vLLM's kernels, made when it is first used after a refit. `plain`:
+            as they are sent, which saves the copy's memory, and makes decode steps of several responses with large
+            matrices up to twice as slow. `vllm`: the packed copy only, made in the refit, which takes two to three
+            times as long then; so it is on several CPUs and on servers of yours.
         max_num_seqs: Responses that each server generates at once.
         kv_cache_bytes: Memory for keys and values of each server; None means 256 MiB on a CPU, and what
             `gpu_memory_fraction` leaves on a GPU.
@@ -69,7 +71,7 @@ class VLLMConfig:
     trainer_threads: int | None = 1
     num_threads: int = 1
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    cpu_weights: Literal["packed", "plain"] = "packed"
+    cpu_weights: Literal["packed", "plain", "vllm"] = "packed"
     max_num_seqs: int = 64
     kv_cache_bytes: int | None = None
     gpu_memory_fraction: float = 0.9
@@ -118,7 +120,7 @@ class VLLMConfig:
         check_choice("vllm.placement", self.placement, ("subprocess", "ray"))
         check_choice("vllm.device", self.device, ("auto", "cpu", "cuda"))
         check_choice("vllm.dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        check_choice("vllm.cpu_weights", self.cpu_weights, ("packed", "plain"))
+        check_choice("vllm.cpu_weights", self.cpu_weights, ("packed", "plain", "vllm"))
         check_choice("vllm.transport", self.transport, TRANSPORTS)
         if self.cpu_weights == "plain" and (self.device != "cpu" or self.devices_per_server > 1 or self.urls):
             fix = "set vllm.device=cpu, vllm.devices_per_server=1 and no vllm.urls"

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Self
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.refit.vllm_backend import BACKEND, PLAIN_WEIGHTS
+from lightning_ppo.refit.cpu_matrices import CPU_WEIGHTS
+from lightning_ppo.refit.vllm_backend import BACKEND
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.devices import uses_cuda, visible
@@ -127,9 +128,9 @@ class ServerCommand:
             # two functions of vLLM's sampler are compiled even in eager mode, at the first request
             environment["TORCHDYNAMO_DISABLE"] = "1"
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-            if config.cpu_weights == "plain":
-                environment[PLAIN_WEIGHTS] = "1"
             if config.devices_per_server == 1:
+                if config.cpu_weights != "vllm":
+                    environment[CPU_WEIGHTS] = config.cpu_weights
                 # one process less, and a third less time to start
                 environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         elif config.placement == "subprocess":
