@@ -14,15 +14,17 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
-def check_complete(model: nn.Module, loaded: set[str], layer_info: Callable[[nn.Module], Any], linear: type) -> None:
+def check_complete(
+    model: nn.Module, loaded: set[str], layer_info: Callable[[nn.Module], Any], whole: type | tuple[type, ...]
+) -> None:
     """Check an update before its layers are finished.
 
     Args:
         model: vLLM's model, its layers waiting for tensors or done.
         loaded: Names of the model's parameters that the update brought at least a part of, or need not bring.
         layer_info: vLLM's bookkeeping of a layer; `can_load()` is true while it waits for more.
-        linear: vLLM's base class of linear layers. Several tensors (q, k and v) may make up one of its parameters.
-            Embeddings are padded, so that they may wait for ever.
+        whole: vLLM's classes of linear layers and experts. Several tensors (q, k and v) may make up one of their
+            parameters. Embeddings are padded, so that they may wait for ever.
 
     Raises:
         EngineError: a parameter got nothing, or only a part of its values.
@@ -30,10 +32,13 @@ def check_complete(model: nn.Module, loaded: set[str], layer_info: Callable[[nn.
     _check_names(model, loaded)
     for name, layer in model.named_modules():
         info = layer_info(layer)
-        if isinstance(layer, linear) and info.can_load() and info.load_numel < info.load_numel_total:
+        if not isinstance(layer, whole) or not info.can_load():
+            continue
+        # experts have maps, which nobody sends
+        expected = info.load_numel_total - sum(buffer.numel() for buffer in layer.buffers(recurse=False))
+        if info.load_numel < expected:
             raise EngineError(
-                f"weights={name} got {info.load_numel} of {info.load_numel_total} values in the update;"
-                " send the whole policy"
+                f"weights={name} got {info.load_numel} of {expected} values in the update; send the whole policy"
             )
 
 

@@ -57,6 +57,7 @@ class VLLMInternals:
     copy_counter: Any
     embedding: Any
     linear: Any
+    experts: Any
 
     @classmethod
     def load(cls) -> "VLLMInternals":
@@ -73,6 +74,7 @@ class VLLMInternals:
             copy_counter=need(f"{reload}.meta", "CopyCounter"),
             embedding=need("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding"),
             linear=need("vllm.model_executor.layers.linear", "LinearBase"),
+            experts=need("vllm.model_executor.layers.fused_moe", "RoutedExperts"),
         )
 
 
@@ -132,6 +134,10 @@ def make_backend() -> type:
                 if info.can_load():
                     info.loaded_weights.clear()
                     info.load_numel = 0
+                # vLLM 0.32 on a CPU packs experts only when it makes their kernel, and would feed it plain ones.
+                method: Any = getattr(layer, "quant_method", None)
+                if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
+                    method.moe_kernel = None
             self._vllm.start_reload(self.model)
 
         def receive_weights(self, update_info: Message) -> None:
@@ -172,7 +178,8 @@ def make_backend() -> type:
             if self._in_place is not None:
                 check_copied(self.model, self._loaded, self._copied, self._vllm.embedding)
                 return
-            check_complete(self.model, self._loaded, self._vllm.layerwise_info, self._vllm.linear)
+            whole = self._vllm.linear, self._vllm.experts
+            check_complete(self.model, self._loaded, self._vllm.layerwise_info, whole)
             self._vllm.finish_reload(self.model, self.model_config)
             for name in self._tied:
                 module = self.model.get_submodule(name.rpartition(".")[0])

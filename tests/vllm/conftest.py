@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec, SamplingParams
 from lightning_ppo.rollout.vllm.config import VLLMConfig
@@ -25,12 +25,16 @@ CONTEXT = 384
 SETTINGS = {"device": "cpu", "update_timeout_s": 60.0, "start_timeout_s": 240.0, "kv_cache_bytes": 64 * 1024 * 1024}
 
 
-def policy_config(*, tied: bool = False, large: bool = False) -> LlamaConfig:
+def policy_config(*, tied: bool = False, large: bool = False, experts: bool = False) -> PretrainedConfig:
     """A two-layer Llama with a head size that vLLM takes on a CPU, and a vocabulary that is no multiple of 64.
 
-    A large one has matrices of more than 1 MiB among small ones, its head among the former.
+    A large one has matrices of more than 1 MiB among small ones, its head among the former. With experts it is a Qwen3.
     """
-    config = LlamaConfig(
+    kind, others = LlamaConfig, {}
+    if experts:
+        kind = Qwen3MoeConfig
+        others = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "mlp_only_layers": [1]}
+    config = kind(
         vocab_size=4200 if large else 90,
         hidden_size=64,
         intermediate_size=4200 if large else 96,
@@ -43,23 +47,24 @@ def policy_config(*, tied: bool = False, large: bool = False) -> LlamaConfig:
         eos_token_id=1,
         initializer_range=0.2,
         tie_word_embeddings=tied,
+        **others,
     )
-    config.architectures = ["LlamaForCausalLM"]
+    config.architectures = ["Qwen3MoeForCausalLM" if experts else "LlamaForCausalLM"]
     return config
 
 
-def spec_of(config: LlamaConfig, context: int = CONTEXT) -> PolicySpec:
+def spec_of(config: PretrainedConfig, context: int = CONTEXT) -> PolicySpec:
     """What an engine learns of a policy."""
     return PolicySpec(config.to_json_string(use_diff=False), context)
 
 
 @pytest.fixture(scope="session")
-def make_policy() -> Callable[..., LlamaForCausalLM]:
-    """Build a random policy: `make_policy(seed, tied=False, large=False)`."""
+def make_policy() -> Callable[..., PreTrainedModel]:
+    """Build a random policy: `make_policy(seed, tied=False, large=False, experts=False)`."""
 
-    def build(seed: int, **kind: bool) -> LlamaForCausalLM:
+    def build(seed: int, **kind: bool) -> PreTrainedModel:
         torch.manual_seed(seed)
-        return LlamaForCausalLM(policy_config(**kind)).eval()
+        return AutoModelForCausalLM.from_config(policy_config(**kind)).eval()
 
     return build
 
@@ -85,11 +90,11 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     """
     engines: list[VLLMEngine] = []
 
-    def start(*, tied: bool = False, large: bool = False, **settings: Any) -> VLLMEngine:
+    def start(*, tied: bool = False, large: bool = False, experts: bool = False, **settings: Any) -> VLLMEngine:
         config = VLLMConfig(**{"cpu_weights": "vllm", **SETTINGS, **settings})
         engine = VLLMEngine(config, tmp_path_factory.mktemp("logs"))
         engines.append(engine)
-        engine.start(spec_of(policy_config(tied=tied, large=large)))
+        engine.start(spec_of(policy_config(tied=tied, large=large, experts=experts)))
         return engine
 
     yield start
@@ -98,7 +103,7 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 
 @pytest.fixture(scope="session")
-def engine(start_engine: Callable[..., VLLMEngine], make_policy: Callable[..., LlamaForCausalLM]) -> VLLMEngine:
+def engine(start_engine: Callable[..., VLLMEngine], make_policy: Callable[..., PreTrainedModel]) -> VLLMEngine:
     """The engine whose one server most tests share; it has weights."""
     started = start_engine(bucket_bytes=50_000)
     started.update_weights(make_policy(0).state_dict().items(), 1)
@@ -152,7 +157,7 @@ def make_requests() -> Callable[..., list[GenerationRequest]]:
 def score() -> Callable[..., torch.Tensor]:
     """The trainer's log-probs of a response, `[T]` float32: `score(policy, request, generation)`."""
 
-    def run(policy: LlamaForCausalLM, request: GenerationRequest, generation: Generation) -> torch.Tensor:
+    def run(policy: PreTrainedModel, request: GenerationRequest, generation: Generation) -> torch.Tensor:
         ids = torch.tensor([[*request.prompt_ids, *generation.token_ids]])
         start = len(request.prompt_ids)
         with torch.no_grad():
@@ -167,7 +172,7 @@ def score() -> Callable[..., torch.Tensor]:
 def greedy() -> Callable[..., tuple[int, ...]]:
     """The greedy response of a policy in transformers: `greedy(policy, request)`."""
 
-    def run(policy: LlamaForCausalLM, request: GenerationRequest) -> tuple[int, ...]:
+    def run(policy: PreTrainedModel, request: GenerationRequest) -> tuple[int, ...]:
         ids = list(request.prompt_ids)
         for _ in range(request.sampling.max_tokens):
             with torch.no_grad():

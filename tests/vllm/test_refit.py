@@ -1,10 +1,12 @@
 """Weights get to a real server, every way that a CPU can, and are the ones it computes with."""
 
 import logging
+import re
 import time
 
 import pytest
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.file_transport import FileTransport
@@ -177,6 +179,29 @@ def test_weights_that_are_loaded_in_place(server_in_place, make_update, make_pol
         assert reason in str(error)
     assert update.update([member.control], policy.state_dict().items(), 74) == {}
     check(member.url, policy, requests, sample, score, greedy, 74)
+
+
+@pytest.mark.slow
+def test_experts(start_engine, make_update, make_policy, requests, sample, score, greedy):
+    """One layer with experts, one without. vLLM 0.32 on a CPU would compute with experts that it forgot to pack."""
+    engine = start_engine(experts=True, cpu_weights="packed")
+    (member,) = engine.fleet.serving()
+    update = make_update("shared_memory")
+    for version in (81, 82):
+        policy = make_policy(version, experts=True)
+        assert update.update([member.control], policy.state_dict().items(), version) == {}
+        check(member.url, policy, requests, sample, score, greedy, version)
+    # as in a folder of Hugging Face: every expert's tensors by themselves
+    single = revert_weight_conversion(policy, policy.state_dict())
+    assert len(single) > len(policy.state_dict())
+    gone = "model.layers.0.mlp.experts.2.up_proj.weight"
+    weights = [pair for pair in single.items() if pair[0] != gone]
+    assert len(weights) == len(single) - 1
+    (error,) = make_update("shared_memory").update([member.control], weights, 83).values()
+    assert re.search(r"weights=model\.layers\.0\.mlp\.experts\S* got \d+ of \d+ values", str(error))
+    assert make_update("shared_memory").update([member.control], single.items(), 84) == {}
+    check(member.url, policy, requests, sample, score, greedy, 84)
+    engine.close()
 
 
 @pytest.mark.slow

@@ -75,6 +75,14 @@ def test_a_parameter_that_got_a_part():
         check_complete(model, NAMES, lambda layer: infos.get(layer, info(0, None)), nn.Linear)
 
 
+def test_buffers_need_not_come():
+    model = Model()
+    model.qkv.register_buffer("map", torch.zeros(5))
+    check_complete(model, NAMES, lambda layer: {model.qkv: info(18, 23)}.get(layer, info(0, None)), nn.Linear)
+    with pytest.raises(EngineError, match="weights=qkv got 17 of 18 values"):
+        check_complete(model, NAMES, lambda layer: {model.qkv: info(17, 23)}.get(layer, info(0, None)), nn.Linear)
+
+
 def served(**changes):
     model = {"dtype": torch.float32, "logprobs_mode": "processed_logprobs", "max_model_len": 64, "quantization": None}
     return SimpleNamespace(**{**model, **changes})
