@@ -15,7 +15,7 @@ def tied_names(model: nn.Module) -> set[str]:
 
 
 def check_complete(
-    model: nn.Module, loaded: set[str], layer_info: Callable[[nn.Module], Any], whole: type | tuple[type, ...]
+    model: nn.Module, loaded: set[str], layer_info: Callable[[nn.Module], Any], whole: tuple[type[nn.Module], ...]
 ) -> None:
     """Check an update before its layers are finished.
 

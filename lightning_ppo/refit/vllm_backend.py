@@ -134,7 +134,7 @@ def make_backend() -> type:
                 if info.can_load():
                     info.loaded_weights.clear()
                     info.load_numel = 0
-                # vLLM 0.32 on a CPU packs experts only when it makes their kernel, and would feed it plain ones.
+                # Since vllm#40390 a CPU packs experts only when it makes their kernel, and would feed it plain ones.
                 method: Any = getattr(layer, "quant_method", None)
                 if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
                     method.moe_kernel = None

@@ -60,27 +60,27 @@ def test_a_complete_update_passes():
     model = Model()
     # an embedding is padded, and waits for ever
     infos = {model.embed: info(4, 128)}
-    check_complete(model, NAMES, lambda layer: infos.get(layer, info(0, None)), nn.Linear)
+    check_complete(model, NAMES, lambda layer: infos.get(layer, info(0, None)), (nn.Linear,))
 
 
 def test_a_parameter_that_got_nothing():
     with pytest.raises(EngineError, match=r"weights=qkv.bias is missing"):
-        check_complete(Model(), NAMES - {"qkv.bias"}, lambda layer: info(0, None), nn.Linear)
+        check_complete(Model(), NAMES - {"qkv.bias"}, lambda layer: info(0, None), (nn.Linear,))
 
 
 def test_a_parameter_that_got_a_part():
     model = Model()
     infos = {model.qkv: info(10, 18)}
     with pytest.raises(EngineError, match="weights=qkv got 10 of 18 values"):
-        check_complete(model, NAMES, lambda layer: infos.get(layer, info(0, None)), nn.Linear)
+        check_complete(model, NAMES, lambda layer: infos.get(layer, info(0, None)), (nn.Linear,))
 
 
 def test_buffers_need_not_come():
     model = Model()
     model.qkv.register_buffer("map", torch.zeros(5))
-    check_complete(model, NAMES, lambda layer: {model.qkv: info(18, 23)}.get(layer, info(0, None)), nn.Linear)
+    check_complete(model, NAMES, lambda layer: {model.qkv: info(18, 23)}.get(layer, info(0, None)), (nn.Linear,))
     with pytest.raises(EngineError, match="weights=qkv got 17 of 18 values"):
-        check_complete(model, NAMES, lambda layer: {model.qkv: info(17, 23)}.get(layer, info(0, None)), nn.Linear)
+        check_complete(model, NAMES, lambda layer: {model.qkv: info(17, 23)}.get(layer, info(0, None)), (nn.Linear,))
 
 
 def served(**changes):
