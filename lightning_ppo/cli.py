@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from lightning_ppo import __version__
 from lightning_ppo.callbacks import RunLog, SampleTable
 from lightning_ppo.callbacks.run_start import Headline, RunConfig
 from lightning_ppo.console import (
@@ -36,6 +37,7 @@ from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.validation import reject
 
+_PURPOSE = "Streaming PPO with a critic for language models."
 _PURPOSES = {
     "fit": "Train a policy and a critic.",
     "validate": "Evaluate the policy on the validation prompts, greedily by default.",
@@ -90,7 +92,7 @@ class PPOCLI(LightningCLI):
             # settings are in config.yaml; those in a checkpoint would override the command line
             load_from_checkpoint_support=False,
             parser_class=PPOParser,
-            parser_kwargs={"prog": "lightning-ppo", "description": "Streaming PPO with a critic for language models."},
+            parser_kwargs={"prog": "lightning-ppo", "description": _PURPOSE, "version": __version__},
             save_config_callback=RunConfig,
             # a logger whose version is fixed writes into the same folder again
             save_config_kwargs={"overwrite": True},

@@ -1,6 +1,8 @@
 """PPOParser: the command line's keys that are not arguments of the trainer, the module or the data module."""
 
-from typing import NoReturn
+import re
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
@@ -14,6 +16,13 @@ class PPOParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        given = re.search(r"unrecognized arguments: --([\w.-]+)", message)
+        in_file = re.search(r"Subcommand '(\w+)' does not accept option '([\w.-]+)'", message)
+        if given:
+            message = _unknown(given[1], self)
+        elif in_file:
+            subcommands: Any = self._subcommands_action
+            message = _unknown(in_file[2], subcommands.choices[in_file[1]])
         self.exit(2, f"error: {one_line(message)}\n")
 
 
@@ -55,3 +64,15 @@ def export_parser(description: str) -> PPOParser:
     parser.add_argument("directory", type=str, help="Where to write policy/ and critic/; new or empty.")
     parser.add_argument("--policy", type=str | None, help="The run's policy folder, if it has moved since.")
     return parser
+
+
+def _unknown(key: str, parser: LightningArgumentParser) -> str:
+    section, _, name = key.rpartition(".")
+    keys = [option.removeprefix("--").rpartition(".") for option in sorted(parser._option_string_actions)]
+    # most mistakes leave out the sections, or misspell the last name
+    found = [".".join(filter(None, (other, last))) for other, _, last in keys if last == name]
+    if not found:
+        near = get_close_matches(name, [last for other, _, last in keys if other == section], 2, 0.7)
+        found = [".".join(filter(None, (section, last))) for last in near]
+    hint = f"did you mean {' or '.join(found)}?" if 0 < len(found) < 4 else "--help of a subcommand lists all"
+    return f"{key} is no setting; {hint}"

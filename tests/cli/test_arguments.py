@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_ppo import __version__
 from lightning_ppo.cli import PPOCLI
 from lightning_ppo.console import one_line
 from lightning_ppo.rollout.config import RolloutConfig
@@ -73,6 +74,34 @@ def test_subcommands_are_ours(parsers, command):
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
 
 
+def test_the_version_is_printed(command):
+    outcome = command("--version")
+    assert (outcome.code, outcome.out) == (0, f"lightning-ppo {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("gamma", "gamma is no setting; did you mean model.ppo.gamma?"),
+        ("model.ppo.gama", "model.ppo.gama is no setting; did you mean model.ppo.gamma?"),
+        ("data.num_servers", "data.num_servers is no setting; did you mean data.vllm.num_servers?"),
+        ("nonsense", "nonsense is no setting; --help of a subcommand lists all"),
+        # there are too many of this name
+        ("init_args", "init_args is no setting; --help of a subcommand lists all"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_neighbours(command, key, message):
+    outcome = command("fit", "--config", str(ROOT / "configs/quickstart.yaml"), f"--{key}", "1")
+    assert (outcome.code, outcome.err) == (2, f"error: {message}\n")
+
+
+def test_an_unknown_key_of_a_file_is_named_too(command, tmp_path):
+    (tmp_path / "x.yaml").write_text("model: {policy: examples/tiny_policy, ppo: {gama: 1}}")
+    outcome = command("fit", "--config", str(tmp_path / "x.yaml"))
+    message = "model.ppo.gama is no setting; did you mean model.ppo.gamma?"
+    assert (outcome.code, outcome.err) == (2, f"error: {message}\n")
+
+
 @pytest.mark.parametrize("name", ["quickstart", "offset"])
 def test_shipped_config_builds(name):
     path = ROOT / f"configs/{name}.yaml"
@@ -112,7 +141,7 @@ def test_own_callbacks_replace_the_defaults():
 BAD = [
     (["--model.ppo.clip_eps", "-1"], "clip_eps=-1.0 is out of range; set a finite number > 0 and <= 1"),
     (["--model.ppo.clip_eps", "abc"], "model.ppo.clip_eps=abc does not fit; give float"),
-    (["--model.ppo.clipeps", "3"], "unrecognized arguments: --model.ppo.clipeps 3"),
+    (["--model.ppo.clipeps", "3"], "model.ppo.clipeps is no setting; did you mean model.ppo.clip_eps"),
     (["--data.rollout.stop_token_ids", "x"], "data.rollout.stop_token_ids=x does not fit; give tuple or null"),
     (["--model.policy_optimizer", "torch.optim.AdamWW"], "module 'torch.optim' has no attribute 'AdamWW'"),
     (["--model.policy", "nowhere"], "policy=nowhere is not a Hugging Face folder"),
