@@ -207,12 +207,10 @@ def measure(size: str, args: argparse.Namespace, watch: Stopwatch) -> tuple[int,
                 control.pause(60.0)
                 control.resume(60.0)
 
-            loop = asyncio.new_event_loop()
-
             def ask(engine: VLLMEngine) -> None:
                 sampling = SamplingParams(max_tokens=1, temperature=0.0)
                 request = GenerationRequest("short", tuple(range(2, 18)), sampling, seed=0)
-                loop.run_until_complete(engine.probe(request))
+                asyncio.run(engine.probe(request))
 
             # first refits reserve memory and join groups
             for number in range(-args.warmup, args.refits):

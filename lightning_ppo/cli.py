@@ -37,7 +37,7 @@ from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.validation import reject
 
-_PURPOSE = "Streaming PPO with a critic for language models."
+_DESCRIPTION = "Streaming PPO with a critic for language models."
 _PURPOSES = {
     "fit": "Train a policy and a critic.",
     "validate": "Evaluate the policy on the validation prompts, greedily by default.",
@@ -92,7 +92,7 @@ class PPOCLI(LightningCLI):
             # settings are in config.yaml; those in a checkpoint would override the command line
             load_from_checkpoint_support=False,
             parser_class=PPOParser,
-            parser_kwargs={"prog": "lightning-ppo", "description": _PURPOSE, "version": __version__},
+            parser_kwargs={"prog": "lightning-ppo", "description": _DESCRIPTION, "version": __version__},
             save_config_callback=RunConfig,
             # a logger whose version is fixed writes into the same folder again
             save_config_kwargs={"overwrite": True},

@@ -67,12 +67,13 @@ def export_parser(description: str) -> PPOParser:
 
 
 def _unknown(key: str, parser: LightningArgumentParser) -> str:
-    section, _, name = key.rpartition(".")
-    keys = [option.removeprefix("--").rpartition(".") for option in sorted(parser._option_string_actions)]
+    name = key.rpartition(".")[2]
+    section = key.removesuffix(name)
+    keys = sorted(option.removeprefix("--") for option in parser._option_string_actions)
     # most mistakes leave out the sections, or misspell the last name
-    found = [".".join(filter(None, (other, last))) for other, _, last in keys if last == name]
+    found = [other for other in keys if other.rpartition(".")[2] == name]
     if not found:
-        near = get_close_matches(name, [last for other, _, last in keys if other == section], 2, 0.7)
-        found = [".".join(filter(None, (section, last))) for last in near]
+        names = [other.removeprefix(section) for other in keys if other.rpartition(".")[0] == section[:-1]]
+        found = [section + near for near in get_close_matches(name, names, 2, 0.7)]
     hint = f"did you mean {' or '.join(found)}?" if 0 < len(found) < 4 else "--help of a subcommand lists all"
     return f"{key} is no setting; {hint}"

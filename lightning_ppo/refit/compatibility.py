@@ -1,4 +1,4 @@
-"""Whether a server serves the policy that is trained, the way the trainer needs it. The server's workers compare."""
+"""Whether a server's vLLM has what we need, and serves the policy that is trained. The server's workers compare."""
 
 import importlib
 import json

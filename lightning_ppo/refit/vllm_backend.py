@@ -1,7 +1,7 @@
 """vLLM's end of the weight transfer: a backend for its weight-update interface, registered as a plugin.
 
-vLLM is imported here and nowhere else, and only inside functions: importing this module costs nothing. Everything that
-leans on vLLM's internals is in `VLLMInternals`.
+vLLM is imported here and in `cpu_matrices` only, and inside functions: importing these modules costs nothing. What a
+reload leans on of vLLM's internals is in `VLLMInternals`.
 """
 
 import logging
