@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Callback, Checkpoint, OnExceptionCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
@@ -35,6 +34,7 @@ from lightning_ppo.module import PPOModule
 from lightning_ppo.parser import PPOParser, add_callback_arguments, add_short_name, export_parser
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
+from lightning_ppo.run_folder import describe, discard_unused, make_root
 from lightning_ppo.validation import reject
 
 _DESCRIPTION = "Streaming PPO with a critic for language models."
@@ -223,9 +223,11 @@ class PPOCLI(LightningCLI):
             if self.subcommand == "export":
                 self._export()
             else:
-                self._make_folder()
+                make_root(self.trainer)
                 super()._run_subcommand(str(self.subcommand))
         except SETTING_ERRORS as error:
+            if self.subcommand != "export" and self._log.path is None:
+                discard_unused(self.trainer)
             return fail_setting(error)
         except RUN_ERRORS as error:
             return fail_run(error, self._log.path)
@@ -238,18 +240,10 @@ class PPOCLI(LightningCLI):
             return self._stopped(130, "interrupted")
         return 0
 
-    def _make_folder(self) -> None:
-        folder = Path(self.trainer.default_root_dir)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"cannot be made ({error.strerror})"
-            raise reject("trainer.default_root_dir", folder, why, "give another folder") from error
-
     def fit(self, **arguments: Any) -> None:
         """Train, then say where the files are."""
         self.trainer.fit(**_weights_only(arguments))
-        say(f"finished {self.trainer.global_step} PPO steps; {self._files()}")
+        say(f"finished {self.trainer.global_step} PPO steps; {describe(self.trainer)}")
 
     def validate(self, **arguments: Any) -> None:
         """Evaluate on the validation prompts, then print the metrics."""
@@ -279,16 +273,6 @@ class PPOCLI(LightningCLI):
         resume = f"resume with --ckpt_path {last}" if last else "no checkpoint was written yet"
         complain(f"stopped: {why} after {self.trainer.global_step} PPO step(s); {resume}")
         return code
-
-    def _files(self) -> str:
-        folder = self.trainer.log_dir
-        if not self.trainer.loggers or folder is None:
-            return "no logger, no files"
-        names = ("metrics.csv", "checkpoints", "config.yaml", "train.log", "engine.log", "schedule.jsonl", "samples.md")
-        found = [name for name in names if (Path(folder) / name).exists()]
-        if any(isinstance(logger, TensorBoardLogger) for logger in self.trainer.loggers):
-            found.insert(0, "TensorBoard events")
-        return f"files in {folder}: {', '.join(found)}"
 
 
 def _weights_only(arguments: dict[str, Any]) -> dict[str, Any]:

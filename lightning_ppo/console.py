@@ -1,7 +1,6 @@
 """What the command line prints: results on stdout, one line per fault on stderr, nothing of Lightning's chatter."""
 
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,29 +60,6 @@ def fail_run(error: BaseException, log_file: object) -> int:
     where = "" if log_file is None else f" (traceback in {log_file})"
     print(" ".join(f"{who}: {error}{where}".split()), file=sys.stderr, flush=True)
     return 1
-
-
-def one_line(message: str) -> str:
-    r"""Shorten jsonargparse's message to one line: the key, its value, and what would fit.
-
-    Example:
-        >>> one_line('Parser key "model.ppo.gamma":\n  Expected a <class \'float\'>. Got value: x')
-        'model.ppo.gamma=x does not fit; give float'
-    """
-    text = re.sub(r"<class '([^']+)'>", r"\1", message).replace("NoneType", "null")
-    text = text.replace("typing.", "").replace("collections.abc.", "")
-    key = re.search(r'Parser key "([^"]+)":', text)
-    value = re.search(r"(?:Got|Given) value: (.*)\Z", text, re.DOTALL)
-    expected = re.findall(r"Expected an? (.+?)(?:\. Got value|$)", text, re.MULTILINE)
-    reason = re.search(r"expects a function or a callable class: (.*)", text)
-    if key and value and reason:
-        what = f"{key[1]}={value[1]} does not fit; {reason[1]}"
-    elif key and value and expected:
-        options = [re.sub(r"Literal\[(.*)\]", r"one of \1", option) for option in expected]
-        what = f"{key[1]}={value[1]} does not fit; give {' or '.join(options)}"
-    else:
-        what = re.sub(r'Parser key "([^"]+)":', r"\1:", text)
-    return " ".join(what.split())
 
 
 def parameter_count(model: Any) -> str:

@@ -1,14 +1,13 @@
 """PPOParser: the command line's keys that are not arguments of the trainer, the module or the data module."""
 
 import re
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_ppo.callbacks import PPOProgressBar, SampleTable, StepCheckpoint
-from lightning_ppo.console import one_line
+from lightning_ppo.parser_messages import one_line, unknown_argument, unknown_setting
 
 
 class PPOParser(LightningArgumentParser):
@@ -16,14 +15,22 @@ class PPOParser(LightningArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            # this one parses the arguments of a class; the parser that asked names the key
+            argument = re.fullmatch(r"Option '([\w.-]+)' is not accepted", message)
+            super().error(unknown_argument(argument[1], self._settings()) if argument else message, ex)
         given = re.search(r"unrecognized arguments: --([\w.-]+)", message)
         in_file = re.search(r"Subcommand '(\w+)' does not accept option '([\w.-]+)'", message)
         if given:
-            message = _unknown(given[1], self)
+            message = unknown_setting(given[1], self._settings())
         elif in_file:
             subcommands: Any = self._subcommands_action
-            message = _unknown(in_file[2], subcommands.choices[in_file[1]])
+            message = unknown_setting(in_file[2], subcommands.choices[in_file[1]]._settings())
         self.exit(2, f"error: {one_line(message)}\n")
+
+    def _settings(self) -> list[str]:
+        options = (option for option in self._option_string_actions if option.startswith("--"))
+        return [option.removeprefix("--") for option in options if option != "--help"]
 
 
 def add_callback_arguments(parser: LightningArgumentParser) -> None:
@@ -64,16 +71,3 @@ def export_parser(description: str) -> PPOParser:
     parser.add_argument("directory", type=str, help="Where to write policy/ and critic/; new or empty.")
     parser.add_argument("--policy", type=str | None, help="The run's policy folder, if it has moved since.")
     return parser
-
-
-def _unknown(key: str, parser: LightningArgumentParser) -> str:
-    name = key.rpartition(".")[2]
-    section = key.removesuffix(name)
-    keys = sorted(option.removeprefix("--") for option in parser._option_string_actions)
-    # most mistakes leave out the sections, or misspell the last name
-    found = [other for other in keys if other.rpartition(".")[2] == name]
-    if not found:
-        names = [other.removeprefix(section) for other in keys if other.rpartition(".")[0] == section[:-1]]
-        found = [section + near for near in get_close_matches(name, names, 2, 0.7)]
-    hint = f"did you mean {' or '.join(found)}?" if 0 < len(found) < 4 else "--help of a subcommand lists all"
-    return f"{key} is no setting; {hint}"

@@ -48,7 +48,9 @@ class StreamingPPOStrategy(DDPStrategy):
     strategy_name = "streaming_ppo"
 
     def __init__(self, **ddp_arguments: Any) -> None:
-        super().__init__(**{"checkpoint_io": WholeCheckpointIO(), **ddp_arguments})
+        # a plain `**`, which the command line can follow to the arguments that there are
+        ddp_arguments.setdefault("checkpoint_io", WholeCheckpointIO())
+        super().__init__(**ddp_arguments)
         self._residency: Residency | None = None
         self._accumulators: list[GradientAccumulator] = []
         self._closers: list[Callable[[], None]] = []

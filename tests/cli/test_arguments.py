@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from lightning_ppo import __version__
 from lightning_ppo.cli import PPOCLI
-from lightning_ppo.console import one_line
+from lightning_ppo.parser_messages import one_line
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.schedulers import LinearWarmupDecay
 
@@ -125,6 +126,11 @@ def test_seed_and_stop_tokens_reach_the_rollouts():
     assert (data.run_seed, data.rollout.stop_token_ids) == (0, None)
 
 
+def test_arguments_of_the_strategy_are_settings():
+    given = ["--trainer.strategy", "StreamingPPOStrategy", "--trainer.strategy.timeout", "0:00:30"]
+    assert PPOCLI(["fit", *QUICKSTART, *given]).trainer.strategy._timeout == timedelta(seconds=30)
+
+
 def test_own_callbacks_replace_the_defaults():
     given = [
         *("--trainer.callbacks+", "lightning_ppo.callbacks.SampleTable"),
@@ -143,7 +149,34 @@ BAD = [
     (["--model.ppo.clip_eps", "abc"], "model.ppo.clip_eps=abc does not fit; give float"),
     (["--model.ppo.clipeps", "3"], "model.ppo.clipeps is no setting; did you mean model.ppo.clip_eps"),
     (["--data.rollout.stop_token_ids", "x"], "data.rollout.stop_token_ids=x does not fit; give tuple or null"),
-    (["--model.policy_optimizer", "torch.optim.AdamWW"], "module 'torch.optim' has no attribute 'AdamWW'"),
+    (
+        ["--model.policy_optimizer", "torch.optim.AdamWW"],
+        "model.policy_optimizer=torch.optim.AdamWW does not fit; module 'torch.optim' has no attribute 'AdamWW'\n",
+    ),
+    (
+        ["--model.policy_optimizer.init_args.lrr", "3"],
+        "model.policy_optimizer=torch.optim.AdamW does not fit; lrr is no argument of it; did you mean lr?\n",
+    ),
+    (
+        ["--model.policy_optimizer.init_args.eps", "[1]"],
+        "model.policy_optimizer=torch.optim.AdamW does not fit; eps=[1] does not fit; give float\n",
+    ),
+    (
+        ["--model.policy_scheduler.init_args.warmup", "3"],
+        "warmup is no argument of it; it has final_fraction, total_steps, warmup_steps\n",
+    ),
+    (
+        ["--trainer.callbacks+", "lightning.pytorch.callbacks.ModelCheckpoint", "--trainer.callbacks+=EarlyStopping"],
+        "trainer.callbacks=lightning.pytorch.callbacks.EarlyStopping does not fit; monitor is missing; give it\n",
+    ),
+    (
+        ["--trainer.callbacks", "[nowhere.Callback]"],
+        "trainer.callbacks=nowhere.Callback does not fit; No module named 'nowhere'\n",
+    ),
+    (
+        ["--trainer.strategy", "StreamingPPOStrategy", "--trainer.strategy.timeout", "x"],
+        "trainer.strategy=lightning_ppo.StreamingPPOStrategy does not fit; timeout=x does not fit; give string",
+    ),
     (["--model.policy", "nowhere"], "policy=nowhere is not a Hugging Face folder"),
     (["--data.prompts", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
     (["--data.reward", "nowhere.py:f"], "reward=nowhere.py:f does not exist"),
@@ -173,7 +206,7 @@ def test_bad_setting_is_one_line(command, tmp_path, arguments, message):
     assert outcome.err.endswith("\n")
     assert outcome.err.count("\n") == 1
     assert message in outcome.err
-    assert not list(tmp_path.rglob("config.yaml"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "predict"])
