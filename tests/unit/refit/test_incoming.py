@@ -1,6 +1,11 @@
 """Every transport that runs on a CPU, from the trainer's host copy to the tensors of a server, within this process."""
 
 import gc
+import os
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -170,6 +175,52 @@ def test_files_are_gone_as_soon_as_they_are_read(tmp_path, host):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     transport.close()
     assert list(tmp_path.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from lightning_ppo.refit.file_transport import FileTransport
+from lightning_ppo.refit.host_weights import HostWeights
+
+class Worker:
+    name = "server"
+
+    def update(self, message, timeout_s):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+weights = [("a", torch.ones(4))]
+host = HostWeights.of(weights, torch.float32, 100)
+FileTransport(Path(sys.argv[1])).send(host, host.fill(weights, 1), [Worker()], 1e9)
+"""
+
+
+def test_what_a_killed_run_left_goes_and_what_others_use_stays(tmp_path, host):
+    others = FileTransport(tmp_path)
+    others.send(host, host.fill(WEIGHTS, 1), [Worker()], soon())
+    (theirs,) = tmp_path.iterdir()
+    # as in a container of its own, whose processes are not seen from here
+    theirs = theirs.rename(theirs.with_name(theirs.name.replace(str(os.getpid()), "99999999")))
+    foreign = tmp_path / "lightning_ppo-elsewhere-1-0"
+    foreign.mkdir()
+    assert subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False).returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["update1-bucket0.safetensors"]
+    transport = FileTransport(tmp_path)
+    transport.send(host, host.fill(WEIGHTS, 1), [Worker()], soon())
+    left = set(tmp_path.iterdir())
+    assert {theirs, foreign} < left
+    assert len(left) == 3
+    transport.close()
+    assert set(tmp_path.iterdir()) == {theirs, foreign}
+
+
+def test_a_transfer_folder_that_somebody_clears_is_made_again(tmp_path, host):
+    transport = FileTransport(tmp_path / "shared")
+    for count in range(2):
+        worker = Worker()
+        assert transport.send(host, host.fill(WEIGHTS, count), [worker], soon()) == {}
+        shutil.rmtree(tmp_path / "shared")
 
 
 def test_a_transfer_folder_that_cannot_be_used(tmp_path, host):
