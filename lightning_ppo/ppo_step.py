@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_ppo.batch import Chunk, StepBatch
-from lightning_ppo.callbacks.critic_epochs import CriticEpochs, shuffled_minibatches
+from lightning_ppo.callbacks.critic_epochs import CriticEpochs
 from lightning_ppo.callbacks.critic_warmup import CriticWarmup
 from lightning_ppo.callbacks.refit import WeightRefit
 from lightning_ppo.errors import CheckpointError, ConfigError, StepError
@@ -27,7 +27,8 @@ from lightning_ppo.step_metrics import critic_metrics, policy_metrics
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.timing import PhaseTimer
 from lightning_ppo.updates.advantage_stage import AdvantageStage
-from lightning_ppo.updates.critic_update import CriticStats, CriticUpdate
+from lightning_ppo.updates.critic_update import CriticUpdate
+from lightning_ppo.updates.minibatches import shuffled_minibatches
 from lightning_ppo.updates.normalization import AdvantageNormalizer, ChunkPlan
 from lightning_ppo.updates.policy_update import PolicyStats, PolicyUpdate
 from lightning_ppo.updates.step_state import StepState, StepTotals
@@ -173,15 +174,18 @@ class PPOStep:
         strategy.residency.acquire("critic")
         with self.timer.phase("critic"):
             critic_stats = module.callback(CriticEpochs).train(trainer, module, batch)
-        if critic_stats:
-            module.step_scheduler("critic")
+        rates = module.learning_rates()
+        for name, stats in (("policy", policy_stats), ("critic", critic_stats)):
+            if stats:
+                module.step_scheduler(name)
         if self._is_colocated:
             # the device belongs to the engine now; the policy's weights are sent from the host
             strategy.vacate_device()
             with self.timer.phase("wake"):
                 module.rollouts.wake()
             self._refit(state)
-        return self._complete(state, batch, totals, policy_stats, critic_stats)
+        metrics = totals.metrics() | policy_metrics(policy_stats, module.ppo) | critic_metrics(critic_stats) | rates
+        return self._complete(state, batch, totals, metrics)
 
     @property
     def _is_colocated(self) -> bool:
@@ -205,7 +209,7 @@ class PPOStep:
         epochs: list[list[PolicyStats]] = []
         for epoch in range(module.ppo.ppo_epochs):
             epochs.append([])
-            seed = (module.seed + 1, batch.ppo_step, epoch)
+            seed = ("policy", module.seed, batch.ppo_step, epoch)
             for rows in shuffled_minibatches(batch.rows, module.ppo.policy_minibatches, seed):
                 if module.ppo.updates_per_step > 1:
                     update.begin()
@@ -217,16 +221,10 @@ class PPOStep:
                 f"no policy update of PPO step {batch.ppo_step} had a trained token of importance weight above 0, and "
                 "nothing was updated; widen importance_clip_min and importance_clip_max, or let rollouts be less old"
             )
-        module.step_scheduler("policy")
         return epochs
 
     def _complete(
-        self,
-        state: StepState,
-        batch: StepBatch,
-        totals: StepTotals,
-        policy_stats: Sequence[Sequence[PolicyStats]],
-        critic_stats: tuple[tuple[CriticStats, ...], ...],
+        self, state: StepState, batch: StepBatch, totals: StepTotals, trained: Mapping[str, float]
     ) -> dict[str, float]:
         module, trainer = self.module, self.module.trainer
         advantages = self.normalizer.moments
@@ -238,16 +236,14 @@ class PPOStep:
         self.state = None
         self.strategy.complete_step()
         self._half_done = None
-        metrics = totals.metrics() | {
+        metrics = {
+            **trained,
             "advantage/mean": advantages.mean,
             "advantage/std": advantages.variance**0.5,
             "rollout/retries": float(state.failures.retries),
             "rollout/dropped_prompts": float(state.failures.dropped_prompts),
             "rollout/engine_restarts": float(state.failures.engine_restarts),
             "step/chunks": float(batch.num_chunks),
-            **policy_metrics(policy_stats, module.ppo),
-            **critic_metrics(critic_stats),
-            **module.learning_rates(),
             **self._times(totals),
             "time/generation_s": state.generation_s,
         }

@@ -86,7 +86,9 @@ def policy_loss(
         clip_eps_high: The ratio counts up to 1 + clip_eps_high; None means `clip_eps`.
         dual_clip: The bound c above 1; None switches it off.
         level: See `aggregate`.
-        weights: `[B, T]` importance weights that multiply each token's loss, treated as constant; None means 1.
+        weights: `[B, T]` importance weights that multiply each token's loss, treated as constant; None means 1. A token
+            of weight 0 adds nothing, whatever its ratio; only a NaN
+            stays one.
 
     Raises:
         ValueError: `dual_clip` is not above 1, unknown `level`, or the shapes differ.
@@ -111,11 +113,17 @@ def policy_loss(
         too_bad = (advantage < 0) & (ratio > dual_clip)
         held = held | too_bad
         bound = torch.where(too_bad, ratio.new_tensor(dual_clip), bound)
-    free_ratio = torch.where(held, log_ratio.new_zeros(()), log_ratio).exp()
-    per_token = -advantage * torch.where(held, bound, free_ratio)
+    weight = None
+    is_free = ~held
     if weights is not None:
         require_same_shape(mask, weights=weights)
-        per_token = per_token * zero_masked(weights.detach(), mask)
+        weight = zero_masked(weights.detach(), mask)
+        # 0 times an overflowing ratio would be NaN; a NaN that is there already must stay visible
+        is_free = is_free & ((weight != 0) | log_ratio.detach().isnan())
+    free_ratio = torch.where(is_free, log_ratio, log_ratio.new_zeros(())).exp()
+    per_token = -advantage * torch.where(held, bound, free_ratio)
+    if weight is not None:
+        per_token = per_token * weight
     return PolicyLoss(
         loss=aggregate(per_token, mask, level),
         clipped_tokens=(held & (advantage != 0)).sum(dtype=torch.float64),

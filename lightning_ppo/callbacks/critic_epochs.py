@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import lightning as L
-import torch
 from typing_extensions import override
 
 from lightning_ppo.batch import StepBatch, TrainRow
 from lightning_ppo.hooks import CriticEpochEnd, PPOCallback, call_hooks
 from lightning_ppo.updates.critic_update import CriticStats
+from lightning_ppo.updates.minibatches import shuffled_minibatches
 
 if TYPE_CHECKING:
     from lightning_ppo.module import PPOModule
@@ -56,7 +56,7 @@ class CriticEpochs(PPOCallback):
             epoch: The pass; the shuffle depends on (seed, PPO step, epoch) only.
         """
         parts = pl_module.ppo.critic_minibatches
-        yield from shuffled_minibatches(batch.rows, parts, (pl_module.seed, batch.ppo_step, epoch))
+        yield from shuffled_minibatches(batch.rows, parts, ("critic", pl_module.seed, batch.ppo_step, epoch))
 
 
 class FrozenCritic(CriticEpochs):
@@ -72,23 +72,3 @@ class FrozenCritic(CriticEpochs):
     ) -> tuple[tuple[CriticStats, ...], ...]:
         """Do nothing."""
         return ()
-
-
-def shuffled_minibatches(
-    rows: Sequence[TrainRow], parts: int, seed: tuple[int, int, int]
-) -> Iterator[Sequence[TrainRow]]:
-    """Deal shuffled rows into `parts` minibatches whose sizes differ by at most one; unshuffled for one part.
-
-    Args:
-        rows: All rows.
-        parts: Minibatches.
-        seed: Run seed, PPO step and epoch.
-    """
-    if parts == 1:
-        yield rows
-        return
-    run, step, epoch = seed
-    generator = torch.Generator().manual_seed((run * 1_000_003 + step) * 1_000_003 + epoch)
-    order = torch.randperm(len(rows), generator=generator).tolist()
-    for part in range(parts):
-        yield [rows[i] for i in order[part::parts]]

@@ -1,6 +1,5 @@
 """The endless, seeded sequence of prompts with the ledger of its draws; and the seed of every response."""
 
-import hashlib
 import heapq
 import random
 import threading
@@ -9,6 +8,7 @@ from typing import Any
 
 from lightning_ppo.errors import CheckpointError, DataError
 from lightning_ppo.rollout.ledger import Ledger
+from lightning_ppo.seeds import hash_seed
 
 TRAIN = "train"
 """Seed namespace of training; validation and predict use others."""
@@ -26,7 +26,7 @@ def sample_seed(run_seed: int, draw: int, index: int, *, namespace: str = TRAIN)
     Returns:
         A whole number in [0, 2**63).
     """
-    return _hash(f"response\0{namespace}\0{run_seed}\0{draw}\0{index}")
+    return hash_seed("response", namespace, run_seed, draw, index)
 
 
 class PromptStream:
@@ -167,13 +167,9 @@ class PromptStream:
         order = self._orders.get(epoch)
         if order is None:
             order = list(range(self._num_rows))
-            random.Random(_hash(f"epoch\0{self._seed}\0{epoch}")).shuffle(order)
+            random.Random(hash_seed("epoch", self._seed, epoch)).shuffle(order)
             # Draws of neighbouring epochs are asked for together; older orders can be made again.
             while len(self._orders) >= 3:
                 del self._orders[min(self._orders)]
             self._orders[epoch] = order
         return order[position]
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

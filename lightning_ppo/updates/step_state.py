@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_ppo.algorithms import ExplainedVariance
+from lightning_ppo.algorithms import ExplainedVariance, Moments, merge_moments
 from lightning_ppo.batch import NO_FAILURES, Chunk, FailureCounts, TrainRow
 from lightning_ppo.ranks import Ranks
 
@@ -36,6 +36,7 @@ class StepState:
         """Sum over ranks. A collective."""
         trajectories = [row.trajectory for row in self.rows]
         rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+        reward_moments = Moments.of(rewards, torch.ones_like(rewards, dtype=torch.bool)).to_tensor()
         versions = torch.cat([t.policy_versions for t in trajectories] or [torch.zeros(0, dtype=torch.int64)])
         version_ages, warmup = self.policy_version - versions, self.critic_warmup_steps
         policy_ages = max(0, self.policy_version - warmup) - (versions - warmup).clamp(min=0)
@@ -43,8 +44,6 @@ class StepState:
             "tokens": sum(row.trained_tokens for row in self.rows),
             "sequences": sum(row.trained_tokens > 0 for row in self.rows),
             "rows": len(trajectories),
-            "reward_sum": float(rewards.sum()),
-            "reward_square_sum": float(rewards.square().sum()),
             "response_tokens": len(versions),
             "prompt_tokens": sum(len(t.prompt_ids) for t in trajectories),
             "truncated": sum(t.truncated for t in trajectories),
@@ -58,6 +57,7 @@ class StepState:
         version_age_max, policy_age_max = ranks.stack(torch.tensor(oldest, dtype=torch.float64)).amax(0).tolist()
         return StepTotals(
             **dict(zip(sums, pooled.tolist(), strict=True)),
+            rewards=merge_moments(map(Moments.from_tensor, ranks.stack(reward_moments))),
             version_age_max=version_age_max,
             policy_age_max=policy_age_max,
             explained_variance=self._fit(ranks),
@@ -86,8 +86,6 @@ class StepTotals:
     sequences: float
     """Rows with a trained token."""
     rows: float
-    reward_sum: float
-    reward_square_sum: float
     response_tokens: float
     prompt_tokens: float
     truncated: float
@@ -97,6 +95,7 @@ class StepTotals:
     """Over response tokens: policy updates between sampling and training."""
     trajectory_age_sum: float
     """Over rows: version age of the row's oldest token."""
+    rewards: Moments
     version_age_max: float
     policy_age_max: float
     explained_variance: float
@@ -104,10 +103,9 @@ class StepTotals:
 
     def metrics(self) -> dict[str, float]:
         """Return the `rollout/` scalars and the critic's explained variance."""
-        mean = self.reward_sum / self.rows
         return {
-            "rollout/reward_mean": mean,
-            "rollout/reward_std": max(self.reward_square_sum / self.rows - mean * mean, 0.0) ** 0.5,
+            "rollout/reward_mean": self.rewards.mean,
+            "rollout/reward_std": (self.rewards.m2 / self.rewards.count) ** 0.5,
             "rollout/response_length": self.response_tokens / self.rows,
             "rollout/truncated_fraction": self.truncated / self.rows,
             "rollout/version_age_mean": self.version_age_sum / self.response_tokens,

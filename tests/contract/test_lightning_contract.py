@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
@@ -476,3 +477,18 @@ def test_metric_dictionaries_of_the_trainer_are_live(make_run):
         getattr(run.trainer, name)["probe"] = 1.0
         assert "probe" in getattr(run.trainer, name), f"Trainer.{name} is a copy now; log with self.log_dict again"
     assert float(run.trainer.callback_metrics["rollout/reward_mean"]) > 0
+
+
+def test_mixed_precision_keeps_no_copies_of_weights():
+    """All passes of a PPO step are in one `training_step`, under one autocast: later ones must see the updates."""
+    layer = torch.nn.Linear(4, 4)
+    with MixedPrecision("bf16-mixed", "cpu").forward_context():
+        before = layer(torch.ones(1, 4)).sum()
+        before.backward()
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+        change = (layer(torch.ones(1, 4)).sum() - before).item()
+    contract(
+        change == pytest.approx(16.0, rel=0.05),
+        "autocast caches weights in bfloat16; clear the cache after each optimizer step of `updates`",
+    )

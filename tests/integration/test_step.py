@@ -83,6 +83,22 @@ def test_optimizer_steps_of_the_policy(make_run, epochs, minibatches):
     assert watch.optimizer_steps == {"policy": 2 * epochs * minibatches, "critic": 2}
 
 
+@pytest.mark.parametrize("seed", [2**32 - 1, 20240101])
+def test_a_large_seed_shuffles_as_well(make_run, seed):
+    settings = {"critic_minibatches": 2, "policy_minibatches": 2}
+    run, _ = fit(make_run, 2, rollout={"seed": seed}, ppo_settings=settings)
+    assert run.trainer.global_step == 2
+
+
+def test_the_logged_rates_are_those_of_the_step(make_run):
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda tick: 1.0 / (1 + tick))
+    module = SGD | {"policy_scheduler": schedule, "critic_scheduler": schedule}
+    _, watch = fit(make_run, 3, ppo_settings={"critic_warmup_steps": 1}, module=module)
+    assert [metrics["critic/lr"] for metrics in watch.metrics] == pytest.approx([0.5, 0.25, 0.5 / 3])
+    # in warm-up the policy is not trained, and its schedule waits
+    assert [metrics["policy/lr"] for metrics in watch.metrics] == pytest.approx([0.5, 0.5, 0.25])
+
+
 def test_one_forward_per_row_in_a_streaming_step(make_run, cut):
     """The training forward is the old-log-prob forward; values are computed once per sample."""
     _, watch = fit(make_run, 2, rollout=cut(2, 1, 1), ppo_settings={"critic_ppo_epochs": 3})
@@ -125,6 +141,29 @@ def test_a_streamed_run_equals_a_full_batch_run(make_run, cut, normalize, level)
     assert [metrics["step/chunks"] for metrics in watch.metrics] == [3, 3, 3]
     for name, tensor in full.weights().items():
         torch.testing.assert_close(streamed.weights()[name], tensor, rtol=1e-4, atol=2e-6)
+
+
+def test_a_streamed_step_is_centred_on_the_means_of_the_steps_before(make_run, cut):
+    """`normalize_advantages: running`: nothing before the first step, then the decayed means without their bias."""
+    centres = []
+
+    class Centre(ppo.PPOCallback):
+        def on_chunk_ready(self, trainer, pl_module, payload):
+            centres.append(pl_module._ppo_step().normalizer.running.centre)
+
+    settings = {"normalize_advantages": "running", "running_mean_decay": 0.5}
+    _, watch = fit(
+        make_run,
+        3,
+        rollout=cut(2, 2),
+        ppo_settings=settings,
+        callbacks=[Centre()],
+        reward=lambda prompt, response: 5.0 + len(response),
+    )
+    first, second, _ = (metrics["advantage/mean"] for metrics in watch.metrics)
+    expected = [0.0, first, (0.25 * first + 0.5 * second) / 0.75]
+    assert first > 1
+    assert centres == pytest.approx([centre for centre in expected for _ in range(2)], rel=1e-6)
 
 
 def test_slow_responses_make_a_chunk_of_their_own(make_run):
@@ -247,6 +286,17 @@ def test_kl_in_the_reward(make_run, other_policy, kind):
         assert float(row.returns[0]) == pytest.approx(row.trajectory.reward - 0.25 * charged[-1], abs=1e-4)
     assert max(map(abs, charged)) > 1e-3
     assert watch.forward_rows["reference", False] == 8
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_the_reference_is_as_hot_as_the_policy(make_run, policy_folder, temperature):
+    """Pitfall 55: log-probs of two temperatures differ although the weights do not."""
+    settings = {"kl_placement": "reward", "kl_coef": 0.25, "kl_type": "k1", "ppo_epochs": 2}
+    rollout = {"temperature": temperature}
+    _, watch = fit(make_run, ppo_settings=settings, rollout=rollout, module={"reference": policy_folder})
+    for row in watch.batches[0].rows:
+        torch.testing.assert_close(row.ref_logprobs, row.old_logprobs, rtol=0, atol=1e-5)
+        assert row.returns.tolist() == pytest.approx([row.trajectory.reward] * len(row.returns), abs=1e-4)
 
 
 def test_kl_in_the_loss_pulls_towards_the_reference(make_run, other_policy):

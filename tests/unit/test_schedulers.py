@@ -1,9 +1,12 @@
 """Defaults for optimizers, the linear schedule, and one-line errors for settings that torch refuses."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_ppo.errors import ConfigError
 from lightning_ppo.optimizers import build, default_critic_optimizer, default_learning_rate, default_policy_optimizer
@@ -24,7 +27,18 @@ def rates(steps, **settings):
 def test_linear_warmup_then_decay():
     assert rates(3, warmup_steps=4, total_steps=8, final_fraction=1.0) == pytest.approx([0.25, 0.5, 0.75])
     assert rates(6, total_steps=4, final_fraction=0.2) == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
-    assert rates(3, warmup_steps=2, total_steps=2) == pytest.approx([0.5, 0.5, 0.0])
+    assert rates(3, warmup_steps=2, total_steps=2) == pytest.approx([0.5, 1.0, 0.0])
+    assert rates(7, warmup_steps=3, total_steps=6) == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0])
+
+
+@given(st.integers(0, 40), st.integers(1, 60), st.floats(0, 1))
+def test_the_full_rate_is_reached_whatever_the_length(warmup, decay, final):
+    found = rates(warmup + decay + 2, warmup_steps=warmup, total_steps=warmup + decay, final_fraction=final)
+    peak = max(warmup - 1, 0)
+    assert found[peak] == max(found) == pytest.approx(1.0)
+    assert all(earlier < later for earlier, later in pairwise(found[: peak + 1]))
+    assert all(earlier >= later for earlier, later in pairwise(found[peak:]))
+    assert found[-2:] == pytest.approx([final, final])
 
 
 @pytest.mark.parametrize(
@@ -46,6 +60,10 @@ def test_default_optimizers():
     [
         ({"total_steps": 0}, "policy_scheduler.total_steps=0 is not a valid count; set a whole number >= 1"),
         ({"total_steps": -10}, "policy_scheduler.total_steps=-10 is not a valid count; set a whole number >= 1"),
+        (
+            {"warmup_steps": 9, "total_steps": 8},
+            "policy_scheduler.warmup_steps=9 is above total_steps=8; set at most 8",
+        ),
         ({"warmup_steps": -5}, "policy_scheduler.warmup_steps=-5 is not a valid count; set a whole number >= 0"),
         (
             {"final_fraction": -0.5},

@@ -204,6 +204,18 @@ def test_a_valid_nan_stays_visible(field):
     assert (policy.loss + critic.loss).isnan()
 
 
+@pytest.mark.parametrize("log_ratio", [200.0, math.inf])
+def test_a_token_of_weight_zero_leaves_no_trace(log_ratio):
+    """Neither does its ratio overflow into a NaN: no clip discards it where the advantage is negative."""
+    mask = torch.ones(1, 2).bool()
+    new = f64(log_ratio, 0.1).requires_grad_()
+    loss = policy_loss(new, f64(0.0, 0.0), f64(-1.0, -1.0), mask, clip_eps=0.2, weights=f64(0.0, 0.5)).loss
+    loss.backward()
+    alone = policy_loss(f64(0.1), f64(0.0), f64(-1.0), torch.ones(1, 1).bool(), clip_eps=0.2, weights=f64(0.5)).loss
+    assert loss.item() == alone.item()
+    assert new.grad.tolist() == [[0.0, pytest.approx(0.5 * math.exp(0.1))]]
+
+
 @pytest.mark.parametrize("dual", [1.0, 0.5, math.nan])
 def test_dual_clip_must_be_above_one(dual):
     with pytest.raises(ValueError, match=r"^dual_clip="):

@@ -109,14 +109,29 @@ def test_banked_rollouts_of_the_warm_up_table(kit):
 def test_unequal_shares_are_pooled(kit, first):
     """RLinf 1386, trl 6380: never a mean of the ranks' means; a rank may have no rows."""
     rows = _rows(kit)
-    wanted = dataclasses.asdict(_state(rows, (1,)).totals(Ranks.single()))
+
+    def flat(totals):
+        numbers = dataclasses.asdict(totals)
+        return numbers | {f"rewards_{name}": number for name, number in numbers.pop("rewards").items()}
 
     def work(ranks):
         share = rows[:first] if ranks.rank == 0 else rows[first:]
-        return dataclasses.asdict(_state(share, (1,)).totals(ranks))
+        return flat(_state(share, (1,)).totals(ranks))
+
+    wanted = flat(_state(rows, (1,)).totals(Ranks.single()))
 
     for totals in kit.on_ranks(2, work):
         assert totals == pytest.approx(wanted, rel=1e-12)
+
+
+def test_the_spread_of_large_rewards_does_not_cancel(kit):
+    rows = tuple(
+        dataclasses.replace(row, trajectory=dataclasses.replace(row.trajectory, reward=1e8 + index % 2))
+        for index, row in enumerate(kit.random_rows(6, seed=86))
+    )
+    for totals in kit.on_ranks(2, lambda ranks: _state(rows[ranks.rank :: 2], (1,)).totals(ranks)):
+        assert totals.metrics()["rollout/reward_std"] == pytest.approx(0.5)
+        assert totals.metrics()["rollout/reward_mean"] == 1e8 + 0.5
 
 
 def test_all_masked(kit):
