@@ -1,7 +1,7 @@
 """vLLM's end of the weight transfer: a backend for its weight-update interface, registered as a plugin.
 
-vLLM is imported here and in `cpu_matrices` only, and inside functions: importing these modules costs nothing. What a
-reload leans on of vLLM's internals is in `VLLMInternals`.
+vLLM is imported here, in `cpu_matrices` and in `cpu_generators` only, and inside functions: importing these modules
+costs nothing. What a reload leans on of vLLM's internals is in `VLLMInternals`.
 """
 
 import logging
@@ -16,6 +16,7 @@ import torch
 from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.compatibility import EXPECTED, check_policy, check_scheduling, need
 from lightning_ppo.refit.completeness import check_complete, check_copied, tied_names
+from lightning_ppo.refit.cpu_generators import keep_generators
 from lightning_ppo.refit.cpu_matrices import CPU_WEIGHTS, Matrix, keep_matrices, matrices_in_place
 from lightning_ppo.refit.incoming import Incoming, Named
 
@@ -95,6 +96,8 @@ def make_backend() -> type:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._vllm = VLLMInternals.load()
+            if self.device.type == "cpu":
+                keep_generators()
             parallel = self.parallel_config
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._incoming = Incoming(self.device, worker)

@@ -104,8 +104,8 @@ def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 @pytest.fixture(scope="session")
 def engine(start_engine: Callable[..., VLLMEngine], make_policy: Callable[..., PreTrainedModel]) -> VLLMEngine:
-    """The engine whose one server most tests share; it has weights."""
-    started = start_engine(bucket_bytes=50_000)
+    """The engine whose one server most tests share; it has weights, and prefills 64 tokens at a time."""
+    started = start_engine(bucket_bytes=50_000, extra_arguments=("--max-num-batched-tokens", "64"))
     started.update_weights(make_policy(0).state_dict().items(), 1)
     return started
 

@@ -12,6 +12,7 @@ import torch
 from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
 from lightning_ppo.rollout.vllm.config import VLLMConfig
+from lightning_ppo.rollout.vllm.control import Control, SilentError
 from lightning_ppo.rollout.vllm.engine import VLLMEngine
 from lightning_ppo.rollout.vllm.member import MemberState
 from lightning_ppo.rollout.vllm.open_files import OpenFilesError
@@ -321,6 +322,136 @@ def test_requests_out_of_range_never_leave(changes, reason, start_fakes):
     assert fake.paths() == []
 
 
+class Ours:
+    """A pretended server as the process that a launcher has started."""
+
+    def __init__(self, name, fake):
+        self.name, self.url, self.fake = name, fake.url, fake
+
+    def is_alive(self):
+        return not self.fake.closing.is_set()
+
+    def port_taken(self):
+        return False
+
+    def describe_end(self):
+        return "was ended"
+
+    def stop(self, *, kill=False):
+        self.fake.close()
+
+    close = stop
+
+
+@pytest.fixture
+def start_ours(fake_server, make_spec, transfer_folder):
+    """An engine whose pretended servers are started, and started again, by it, with weights already.
+
+    `start_ours(2)` gives the engine and all servers so far; `prepare(fake)` is called for every later one.
+    """
+    engines = []
+
+    def start(count=1, prepare=lambda fake: None, **settings):
+        fakes = []
+
+        class Launcher:
+            def launch(self, index):
+                fake = fake_server()
+                if len(fakes) >= count:
+                    prepare(fake)
+                fakes.append(fake)
+                return Ours(f"server_{index}", fake)
+
+            def close(self):
+                for fake in fakes:
+                    fake.close()
+
+        times = {"update_timeout_s": 1.0, "start_timeout_s": 5.0, "probe_interval_s": 0.1, "probe_timeout_s": 1.0}
+        config = VLLMConfig(
+            device="cpu", transport="file", transfer_folder=str(transfer_folder), num_servers=count, **times, **settings
+        )
+        engine = VLLMEngine(config, make_launcher=lambda command: Launcher())
+        engines.append(engine)
+        engine.start(make_spec())
+        engine.update_weights(WEIGHTS, 1)
+        return engine, fakes
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/finish_weight_update", "/resume"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_servers_that_all_hang_in_a_refit_are_restarted(count, path, start_ours):
+    """As if they had died: an engine core that is stopped still answers the probes of its health."""
+    engine, fakes = start_ours(count, max_restarts=count)
+    for fake in fakes:
+        fake.answers[path] = fake.hang
+    engine.update_weights(WEIGHTS, 2)
+    answers = run(engine.probe(REQUEST))
+    assert set(answers) <= {f"server_{index}" for index in range(count)}
+    assert all(set(answer.policy_versions) == {2} for answer in answers.values())
+    assert 1 <= engine.restarts <= count
+
+
+def test_servers_that_hang_whenever_they_are_sent_weights_use_their_restarts_up(start_ours):
+    def prepare(fake):
+        fake.answers["/update_weights"] = fake.hang
+
+    engine, (fake,) = start_ours(prepare=prepare, max_restarts=1)
+    prepare(fake)
+    engine.update_weights(WEIGHTS, 2)
+    with pytest.raises(
+        EngineDiedError, match=r"max_restarts=1 used up: .* did not answer POST /update_weights in time"
+    ):
+        run(engine.probe(REQUEST))
+
+
+def test_the_first_refit_of_a_server_of_ours_that_takes_too_long_is_an_error(start_ours, monkeypatch):
+    """The limit is too short then: restarts would only hide it."""
+
+    def hang(*_):
+        raise SilentError("did not answer in time")
+
+    monkeypatch.setattr(Control, "finish_update", hang)
+    with pytest.raises(EngineError, match=r"no vLLM server serves policy version 1: did not answer in time"):
+        start_ours()
+
+
+def test_servers_that_hang_when_they_should_sleep_or_wake_are_restarted(start_ours):
+    engine, (fake,) = start_ours()
+    fake.answers["/pause"] = fake.hang
+    engine.sleep()
+    engine.wake()
+    engine.update_weights(WEIGHTS, 2)
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {2}
+    (member,) = engine.fleet.serving()
+    member.control.resume = lambda timeout_s: (_ for _ in ()).throw(SilentError("hangs"))
+    engine.sleep()
+    engine.wake()
+    engine.update_weights(WEIGHTS, 3)
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {3}
+    assert engine.restarts == 2
+
+
+def test_a_proof_goes_on_when_the_replacement_dies_too(start_ours):
+    deaths = []
+
+    def dies(fake):
+        def generate(body):
+            deaths.append(fake)
+            threading.Thread(target=fake.close).start()
+
+        if len(deaths) < 2:
+            fake.answers["/inference/v1/generate"] = generate
+
+    engine, (fake,) = start_ours(prepare=dies)
+    dies(fake)
+    assert set(run(engine.probe(REQUEST))["server_0"].policy_versions) == {1}
+    assert (len(deaths), engine.restarts) == (2, 2)
+
+
 def test_order_of_calls(start_fakes, make_spec):
     engine, _ = start_fakes(1)
     with pytest.raises(EngineError, match="has no weights yet"):
@@ -484,6 +615,28 @@ def test_refits_of_the_engine_reach_the_real_server(engine, make_policy, make_re
     engine.update_weights((), 203)
     assert set(run(engine.generate(request)).policy_versions) == {203}
     assert (score(policy, request, run(engine.generate(request))) - torch.tensor(answer.logprobs)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts_that_are_prefilled_in_pieces(together, engine, make_policy, make_requests, score):
+    """Seeded ones as well, on a CPU: vLLM throws a token away after each piece, whose random numbers count as unused.
+
+    The second time the prompts come from the cache, and nothing is thrown away.
+    """
+    policy = make_policy(204)
+    engine.update_weights(policy.state_dict().items(), 204)
+    requests = make_requests(3, 12, prompt_length=150, stop_token_ids=())
+
+    async def ask():
+        if together:
+            return await asyncio.gather(*map(engine.generate, requests))
+        return [await engine.generate(request) for request in requests]
+
+    in_pieces, cached = run(ask()), run(ask())
+    assert [answer.token_ids for answer in in_pieces] == [answer.token_ids for answer in cached]
+    for request, answer in zip(requests, in_pieces, strict=True):
+        assert (score(policy, request, answer) - torch.tensor(answer.logprobs)).abs().max() < 1e-4
+    assert engine.restarts == 0
 
 
 def test_sleeping_and_waking_the_real_server(engine, make_policy, make_requests):

@@ -30,6 +30,10 @@ class RefusedError(EngineError):
         self.reason = reason
 
 
+class SilentError(EngineError):
+    """A server did not answer in time: it hangs, or had too little time."""
+
+
 class Control:
     """Calls of one server. Any number of threads may call at once; every call has a connection of its own.
 
@@ -158,7 +162,7 @@ class Control:
         start = time.monotonic()
         what = f"{method} {path.partition('?')[0]}"
         if timeout_s <= 0:
-            raise EngineError(f"server {self.name} was given no time for {what}; raise vllm.update_timeout_s")
+            raise SilentError(f"server {self.name} was given no time for {what}; raise vllm.update_timeout_s")
         make = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
         connection = make(self._host, self._port, timeout=timeout_s)
         payload = None if body is None else json.dumps(body).encode()
@@ -202,18 +206,17 @@ class Control:
     def _check_alive(self, what: str, timeout_s: float) -> None:
         try:
             self.health(timeout_s)
-        except OpenFilesError:
+        except (OpenFilesError, SilentError):
+            # one that is merely busy does not answer in time; a dead one refuses, or says 503
             return
-        except EngineError as error:
-            # A server that is merely busy does not answer in time; a dead one refuses, or says 503.
-            if "in time" not in str(error):
-                raise EngineDiedError(f"server {self.name} died during {what}; look at its log") from None
+        except EngineError:
+            raise EngineDiedError(f"server {self.name} died during {what}; look at its log") from None
 
     def _unreachable(self, what: str, error: Exception, timeout_s: float) -> EngineError:
         if is_out_of_files(error):
             return OpenFilesError(f"server {self.name}: {what}")
         if isinstance(error, TimeoutError):
-            return EngineError(f"server {self.name} did not answer {what} in time ({timeout_s:.1f} s); look at its log")
+            return SilentError(f"server {self.name} did not answer {what} in time ({timeout_s:.1f} s); look at its log")
         why = str(error) or type(error).__name__
         return EngineDiedError(f"server {self.name} is not reachable for {what} ({why}); is it running?")
 

@@ -38,21 +38,7 @@ class Dispatcher:
             EngineError: the request was refused, or `_ATTEMPTS` servers failed it.
             EngineDiedError: no server will serve any more.
         """
-        failure: ServerFailedError | None = None
-        for _ in range(_ATTEMPTS):
-            member = await self._fleet.pick()
-            answered = False
-            try:
-                generation = await self._ask(member, request)
-                answered = True
-                return generation
-            except ServerFailedError as error:
-                failure = error
-                _log.warning("%s; it is sent again", error)
-                self._fleet.report(member, error)
-            finally:
-                self._fleet.release(member, succeeded=answered)
-        raise EngineError(f"request {request.request_id} failed on {_ATTEMPTS} servers in turn; the last: {failure}")
+        return (await self._first_answer(request))[1]
 
     async def probe(self, request: GenerationRequest) -> dict[str, Generation]:
         """Let every serving member answer; if none does, the first one that serves again.
@@ -77,12 +63,28 @@ class Dispatcher:
             else:
                 found[member.name] = answer
         if not found:
-            member = await self._fleet.pick()
-            try:
-                found[member.name] = await self._ask(member, request, is_urgent=True)
-            finally:
-                self._fleet.release(member)
+            member, generation = await self._first_answer(request, is_urgent=True)
+            found[member.name] = generation
         return found
+
+    async def _first_answer(
+        self, request: GenerationRequest, *, is_urgent: bool = False
+    ) -> tuple[Member[Control], Generation]:
+        failure: ServerFailedError | None = None
+        for _ in range(_ATTEMPTS):
+            member = await self._fleet.pick()
+            answered = False
+            try:
+                generation = await self._ask(member, request, is_urgent=is_urgent)
+                answered = True
+                return member, generation
+            except ServerFailedError as error:
+                failure = error
+                _log.warning("%s; it is sent again", error)
+                self._fleet.report(member, error)
+            finally:
+                self._fleet.release(member, succeeded=answered)
+        raise EngineError(f"request {request.request_id} failed on {_ATTEMPTS} servers in turn; the last: {failure}")
 
     async def _ask(self, member: Member[Control], request: GenerationRequest, *, is_urgent: bool = False) -> Generation:
         # vLLM refuses a name that is in use, and the request may still run where it was sent first

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.refit.transport import Lanes
-from lightning_ppo.rollout.vllm.control import Control
+from lightning_ppo.rollout.vllm.control import Control, SilentError
 from lightning_ppo.rollout.vllm.fleet import Fleet
 from lightning_ppo.rollout.vllm.member import Member, MemberState
+
+_RESTARTED = (EngineDiedError, SilentError)
 
 
 class Sleep:
@@ -36,7 +38,7 @@ class Sleep:
         No server is started until `end`: one that dies, fails here or is still starting is ended, and comes back then.
 
         Raises:
-            EngineError: none sleeps, though one is alive; or one that had to end did not in time. They stay awake.
+            EngineError: none sleeps, though one answers; or one that had to end did not in time. They stay awake.
         """
         if self.is_on:
             return
@@ -54,7 +56,7 @@ class Sleep:
         """Wake them. Without effect if they are awake.
 
         Raises:
-            EngineError: none wakes up, though one is alive.
+            EngineError: none wakes up, though one answers.
         """
         if not self.is_on:
             return
@@ -79,8 +81,13 @@ class Sleep:
         for member in members:
             if member.control.name in failures:
                 self._fleet.condemn(member, f"it does not {what}: {failures[member.control.name]}")
-        is_alive = any(not isinstance(error, EngineDiedError) for error in failures.values())
-        if is_alive and len(failures) == len(members):
+        # one of ours that hangs is restarted as a dead one is
+        restarted = [
+            isinstance(failures[member.control.name], EngineDiedError if member.is_external else _RESTARTED)
+            for member in members
+            if member.control.name in failures
+        ]
+        if not all(restarted) and len(failures) == len(members):
             raise EngineError(f"no vLLM server can {what}: {'; '.join(str(error) for error in failures.values())}")
         return tuple(member for member in members if member.control.name not in failures)
 
