@@ -1,5 +1,6 @@
 """What a checkpoint says beyond Lightning's own parts: always a PPO step boundary, never something in between."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,21 @@ def architectures(
     if policy.generation_config is not None:
         parts["generation_config"] = policy.generation_config.to_json_string(use_diff=False)
     return parts
+
+
+def check_same_models(saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    """Check that a checkpoint's tensors are those of a module.
+
+    Raises:
+        CheckpointError: one is missing, or has another shape.
+    """
+    for name in sorted(saved.keys() ^ here.keys()):
+        where = "only there" if name in saved else "only here"
+        raise CheckpointError(f"ckpt_path holds other models ({name} is {where}); set model.policy to that of its run")
+    for name, tensor in here.items():
+        if tensor.shape != saved[name].shape:
+            sizes = f"{name} is {list(saved[name].shape)} there and {list(tensor.shape)} here"
+            raise CheckpointError(f"ckpt_path holds other models ({sizes}); set model.policy to that of its run")
 
 
 def check_fits_together(state_dict: dict[str, Tensor], global_step: int) -> None:

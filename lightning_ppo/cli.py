@@ -34,7 +34,7 @@ from lightning_ppo.module import PPOModule
 from lightning_ppo.parser import PPOParser, add_callback_arguments, add_short_name, export_parser
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
-from lightning_ppo.run_folder import describe, discard_unused, make_root
+from lightning_ppo.run_folder import describe, discard_unused, last_checkpoint, make_root
 from lightning_ppo.validation import reject
 
 _DESCRIPTION = "Streaming PPO with a critic for language models."
@@ -43,9 +43,6 @@ _PURPOSES = {
     "validate": "Evaluate the policy on the validation prompts, greedily by default.",
     "predict": "Answer the validation prompts and write them to a file.",
 }
-
-_KEYWORDS = ("best", "last", "hpc")
-"""Values of `ckpt_path` that are no paths, see `Trainer.fit`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,8 +141,14 @@ class PPOCLI(LightningCLI):
     @override
     def _parse_ckpt_path(self) -> None:
         """Check the checkpoint. Settings come from the command line and the YAML only, never from the checkpoint."""
-        path = self.config[self.config.subcommand].get("ckpt_path")
-        if path is not None and path not in _KEYWORDS:
+        config = self.config[self.config.subcommand]
+        path = config.get("ckpt_path")
+        if path == "last":
+            # every run has a folder of its own, in which Lightning would look for the last checkpoint in vain
+            config.ckpt_path = path = last_checkpoint(_runs(config), config.checkpoint.dirpath)
+        elif path == "best":
+            raise reject("ckpt_path", path, "means nothing to a run that begins", "give the path, or last")
+        if path is not None and path != "hpc":
             read_checkpoint(path)
 
     @override
@@ -168,10 +171,9 @@ class PPOCLI(LightningCLI):
                 f"data.validation_prompts=None leaves nothing to {self.subcommand}; give a jsonl file of prompts"
             )
         if config.trainer.logger in (None, True):
-            files = config.get("config") or []
             init_args = {
-                "save_dir": str(config.trainer.default_root_dir or "runs"),
-                "name": Path(str(files[-1])).stem if files else "run",
+                "save_dir": str(_runs(config).parent),
+                "name": _runs(config).name,
                 # Lightning's placeholder metric has no meaning here
                 "default_hp_metric": False,
             }
@@ -233,6 +235,11 @@ class PPOCLI(LightningCLI):
             return fail_run(error, self._log.path)
         except SIGTERMException:
             return self._stopped(143, "SIGTERM")
+        except Exception as error:
+            # of a callback, an optimizer or a schedule of the user's; without a log nobody would see where
+            if self._log.path is None:
+                raise
+            return fail_run(f"{type(error).__name__}: {error}", self._log.path)
         except SystemExit:
             # what Lightning makes of a KeyboardInterrupt
             if not self.trainer.interrupted:
@@ -273,6 +280,15 @@ class PPOCLI(LightningCLI):
         resume = f"resume with --ckpt_path {last}" if last else "no checkpoint was written yet"
         complain(f"stopped: {why} after {self.trainer.global_step} PPO step(s); {resume}")
         return code
+
+
+def _runs(config: Any) -> Path:
+    """The folder of all runs of these settings: the logger's, else called after the last config file."""
+    logger: Any = getattr(config.trainer.logger, "init_args", None)
+    if logger is not None and logger.get("save_dir") is not None and logger.get("name") is not None:
+        return Path(logger.save_dir) / logger.name
+    files = config.get("config") or []
+    return Path(config.trainer.default_root_dir or "runs") / (Path(str(files[-1])).stem if files else "run")
 
 
 def _weights_only(arguments: dict[str, Any]) -> dict[str, Any]:

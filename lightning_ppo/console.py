@@ -49,7 +49,7 @@ def fail_setting(error: BaseException) -> int:
     return 2
 
 
-def fail_run(error: BaseException, log_file: object) -> int:
+def fail_run(error: object, log_file: object) -> int:
     """Say why the run failed, on every rank, and where the traceback is.
 
     Returns:

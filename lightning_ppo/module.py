@@ -16,7 +16,7 @@ from lightning_ppo.callbacks.phases import PHASES, AnyCallback, missing_phases, 
 from lightning_ppo.callbacks.progress import use_ppo_progress_bar
 from lightning_ppo.callbacks.refit import WeightRefit
 from lightning_ppo.callbacks.samples import SampleTable
-from lightning_ppo.checkpoint import KEY, architectures, at_boundary, check_fits_together
+from lightning_ppo.checkpoint import KEY, architectures, at_boundary, check_fits_together, check_same_models
 from lightning_ppo.checks import check_context, check_run
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
@@ -271,6 +271,7 @@ class PPOModule(L.LightningModule):
         check_fits_together(checkpoint["state_dict"], int(checkpoint["global_step"]))
         # `load_from_checkpoint` takes weights, and has no trainer
         if self._trainer is not None:
+            check_same_models(checkpoint["state_dict"], self.state_dict())
             self.rollouts.load_position(checkpoint[KEY]["prompts"])
             self._optimizers.expect(checkpoint[KEY].get("optimizers", {}))
         self.policy_version = int(checkpoint[KEY]["policy_version"])

@@ -13,6 +13,10 @@ from lightning_ppo.parser_messages import one_line, unknown_argument, unknown_se
 class PPOParser(LightningArgumentParser):
     """Says what is wrong in one line, without the usage."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # the beginning of a name would be taken for the name, and a misspelt key for another one
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:

@@ -158,6 +158,30 @@ def test_resume_goes_on_where_it_ended_and_interrupt_ends_with_130(fitted, comma
     assert outcome.err == f"stopped: interrupted after 7 PPO step(s); resume with --ckpt_path {written}/last.ckpt\n"
 
 
+def test_the_last_checkpoint_of_all_runs_is_found(fitted, command, tmp_path):
+    """Every run has a folder of its own, in which Lightning finds none and would begin anew."""
+    _, folder = fitted
+    for arguments in (
+        ("--trainer.default_root_dir", str(folder.parents[1])),
+        ("--config", str(folder / "config.yaml")),
+    ):
+        outcome = command("fit", *SMALL, *arguments, "--ckpt_path", "last")
+        assert (outcome.code, outcome.err) == (0, "")
+        assert "PPO step 1" not in outcome.out
+        assert "finished 5 PPO steps" in outcome.out
+
+
+def test_an_error_of_a_callback_is_one_line_and_a_traceback_in_the_log(command, tmp_path):
+    """`EarlyStopping` raises a RuntimeError, which says nothing of whose fault it is."""
+    stop = ("--trainer.callbacks", "EarlyStopping", "--trainer.callbacks.monitor", "rewrd")
+    outcome = command("fit", *SMALL, *stop, "--trainer.default_root_dir", str(tmp_path))
+    assert (outcome.code, outcome.err.count("\n")) == (1, 1)
+    assert outcome.err.startswith("error: RuntimeError: Early stopping conditioned on metric `rewrd`")
+    log = tmp_path / "quickstart/version_0/train.log"
+    assert outcome.err.endswith(f"(traceback in {log})\n")
+    assert "Traceback (most recent call last)" in log.read_text()
+
+
 @pytest.mark.slow
 def test_sigterm_ends_with_143(tmp_path):
     command = [sys.executable, "-m", "lightning_ppo.cli", "fit", *SMALL, "--trainer.max_epochs", "-1"]

@@ -38,6 +38,25 @@ def test_another_group_size_is_refused(make_run, checkpoint):
     assert_refused(run, checkpoint, "num_generations_per_prompt=3 differs from the saved rollouts' 2", run.weights())
 
 
+@pytest.mark.parametrize("change", ["shape", "missing", "surplus"])
+def test_other_models_are_refused(make_run, checkpoint, tmp_path, change):
+    content = torch.load(checkpoint, weights_only=True)
+    weights = content["state_dict"]
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    expected = f"{name} is only here"
+    if change == "shape":
+        expected = rf"{name} is \[7\] there and \[\d+\] here"
+        weights[name] = torch.zeros(7)
+    elif change == "missing":
+        del weights[name]
+    else:
+        weights["policy.surplus"], expected = torch.zeros(1), "policy.surplus is only there"
+    other = tmp_path / "other.ckpt"
+    torch.save(content, other)
+    run = make_run(6, rollout=AHEAD, ppo_settings=OFF_POLICY)
+    assert_refused(run, other, rf"^ckpt_path holds other models \({expected}\); set model.policy", run.weights())
+
+
 def flip(data, place):
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
