@@ -171,12 +171,9 @@ class PPOCLI(LightningCLI):
                 f"data.validation_prompts=None leaves nothing to {self.subcommand}; give a jsonl file of prompts"
             )
         if config.trainer.logger in (None, True):
-            init_args = {
-                "save_dir": str(_runs(config).parent),
-                "name": _runs(config).name,
-                # Lightning's placeholder metric has no meaning here
-                "default_hp_metric": False,
-            }
+            runs = _runs(config)
+            # Lightning's placeholder metric has no meaning here
+            init_args = {"save_dir": str(runs.parent), "name": runs.name, "default_hp_metric": False}
             logger = {"class_path": "lightning.pytorch.loggers.TensorBoardLogger", "init_args": init_args}
             parser = self._parser(self.subcommand)
             self.config[self.subcommand] = parser.parse_object({"trainer": {"logger": logger}}, config)

@@ -87,8 +87,7 @@ def policy_loss(
         dual_clip: The bound c above 1; None switches it off.
         level: See `aggregate`.
         weights: `[B, T]` importance weights that multiply each token's loss, treated as constant; None means 1. A token
-            of weight 0 adds nothing, whatever its ratio; only a NaN
-            stays one.
+            of weight 0 adds nothing, whatever its ratio; only a NaN stays one.
 
     Raises:
         ValueError: `dual_clip` is not above 1, unknown `level`, or the shapes differ.

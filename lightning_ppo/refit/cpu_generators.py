@@ -6,13 +6,13 @@ happens to any prompt longer than what is left of `--max-num-batched-tokens`, ab
 and values of many responses at once. Here the generators' states are kept instead, which comes to the same.
 """
 
+from functools import cache
 from typing import Any
 
 from lightning_ppo.refit.compatibility import need
 
-_MARK = "_lightning_ppo_keeps_generators"
 
-
+@cache
 def keep_generators() -> None:
     """Have CPU workers put the generators of thrown-away tokens back. Without effect the second time.
 
@@ -20,8 +20,6 @@ def keep_generators() -> None:
         EngineError: this vLLM has other runners.
     """
     runner: Any = need("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-    if hasattr(runner, _MARK):
-        return
     sample, keep_books = runner._sample, runner._bookkeeping_sync
 
     def _sample(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +40,6 @@ def keep_generators() -> None:
             generators.update(hidden)
 
     runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
-    setattr(runner, _MARK, True)
 
 
 def _thrown_away(runner: Any) -> dict[int, Any]:

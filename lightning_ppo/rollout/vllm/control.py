@@ -34,6 +34,16 @@ class SilentError(EngineError):
     """A server did not answer in time: it hangs, or had too little time."""
 
 
+def is_healed_by_restart(error: EngineError, *, hangs_too: bool) -> bool:
+    """Whether a server that failed with this error can be replaced by a new start of itself.
+
+    Args:
+        error: What it answered, or did not.
+        hangs_too: Whether one that hangs counts as dead: it is ours, and had time enough before.
+    """
+    return isinstance(error, (EngineDiedError, SilentError) if hangs_too else EngineDiedError)
+
+
 class Control:
     """Calls of one server. Any number of threads may call at once; every call has a connection of its own.
 

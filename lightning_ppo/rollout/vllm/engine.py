@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_ppo.errors import EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import Generation, GenerationRequest, PolicySpec, check_request
 from lightning_ppo.rollout.vllm.config import VLLMConfig
-from lightning_ppo.rollout.vllm.control import Control, SilentError
+from lightning_ppo.rollout.vllm.control import Control, is_healed_by_restart
 from lightning_ppo.rollout.vllm.devices import uses_cuda
 from lightning_ppo.rollout.vllm.dispatch import Dispatcher
 from lightning_ppo.rollout.vllm.examine import examine
@@ -212,11 +212,9 @@ class VLLMEngine:
                     _log.warning("vLLM does not serve policy version %d: %s", version, failures[member.control.name])
             self._weights_are_gone = False
             reasons = "; ".join(str(error) for error in failures.values())
-            # One of ours that hangs is restarted as a dead one is; in the first update the limit is too short instead.
-            heals: tuple[type[EngineError], ...] = (EngineDiedError,)
-            if fleet.version is not None and not self._config.is_external:
-                heals = (EngineDiedError, SilentError)
-            has_refused = any(not isinstance(error, heals) for error in failures.values())
+            # in the first update the limit is too short instead
+            hangs_too = fleet.version is not None and not self._config.is_external
+            has_refused = not all(is_healed_by_restart(error, hangs_too=hangs_too) for error in failures.values())
             if len(failures) == len(members) and has_refused:
                 raise EngineError(f"no vLLM server serves policy version {version}: {reasons}")
 

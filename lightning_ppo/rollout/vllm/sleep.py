@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from lightning_ppo.errors import EngineDiedError, EngineError
+from lightning_ppo.errors import EngineError
 from lightning_ppo.refit.transport import Lanes
-from lightning_ppo.rollout.vllm.control import Control, SilentError
+from lightning_ppo.rollout.vllm.control import Control, is_healed_by_restart
 from lightning_ppo.rollout.vllm.fleet import Fleet
 from lightning_ppo.rollout.vllm.member import Member, MemberState
-
-_RESTARTED = (EngineDiedError, SilentError)
 
 
 class Sleep:
@@ -81,13 +79,9 @@ class Sleep:
         for member in members:
             if member.control.name in failures:
                 self._fleet.condemn(member, f"it does not {what}: {failures[member.control.name]}")
-        # one of ours that hangs is restarted as a dead one is
-        restarted = [
-            isinstance(failures[member.control.name], EngineDiedError if member.is_external else _RESTARTED)
-            for member in members
-            if member.control.name in failures
-        ]
-        if not all(restarted) and len(failures) == len(members):
+        hangs_too = not any(member.is_external for member in members)
+        has_refused = not all(is_healed_by_restart(error, hangs_too=hangs_too) for error in failures.values())
+        if len(failures) == len(members) and has_refused:
             raise EngineError(f"no vLLM server can {what}: {'; '.join(str(error) for error in failures.values())}")
         return tuple(member for member in members if member.control.name not in failures)
 
