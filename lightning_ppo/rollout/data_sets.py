@@ -65,11 +65,11 @@ class DataSets:
         why = f"has {unknown}, which the policy's vocabulary lacks"
         require(not unknown, "stop_token_ids", stops, why, f"set tokens from 0 to {vocabulary - 1}")
         room = policy_context - config.max_response_tokens
-        train = _load("prompts", prompts, tokenizer, room)
+        train = PromptSet(prompts, tokenizer, room, "prompts")
         timeout_s = config.reward_timeout_s
         function, validation = RewardFunction(reward, train.columns, timeout_s), None
         if validation_prompts is not None:
-            validation = _load("validation_prompts", validation_prompts, tokenizer, room)
+            validation = PromptSet(validation_prompts, tokenizer, room, "validation_prompts")
             RewardFunction(reward, validation.columns, timeout_s)
         longest = max(prompt_set.longest for prompt_set in (train, validation) if prompt_set is not None)
         return cls(train, validation, function, stops, longest + config.max_response_tokens, longest)
@@ -86,11 +86,3 @@ class DataSets:
                     f"the prompt of row {prompt.row} has {len(prompt.token_ids)} tokens, the engine has room for the "
                     f"{self.longest_prompt} of the longest in prompts and validation_prompts; add one as long there"
                 )
-
-
-def _load(field: str, rows: Rows, tokenizer: Any, room: int) -> PromptSet:
-    try:
-        return PromptSet(rows, tokenizer, room)
-    except DataError as error:
-        # rows of a sequence are called after the argument already
-        raise DataError(f"{field}: {str(error).removeprefix('prompts ')}") from error

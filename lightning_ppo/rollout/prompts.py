@@ -66,14 +66,21 @@ class PromptSet:
         rows: Whatever `load_rows` takes.
         tokenizer: The policy's Hugging Face tokenizer.
         max_prompt_tokens: The policy's context less the longest response.
+        field: The argument that the rows were given as, for messages.
 
     Raises:
         DataError: a row is malformed, or its prompt is empty, longer than `max_prompt_tokens`, or has a token outside
             the vocabulary, or a column holds what JSON cannot; the message names the row.
     """
 
-    def __init__(self, rows: str | Path | Sequence[Mapping[str, Any]], tokenizer: Any, max_prompt_tokens: int) -> None:
-        loaded = load_rows(rows)
+    def __init__(
+        self,
+        rows: str | Path | Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        field: str = "prompts",
+    ) -> None:
+        loaded = load_rows(rows, field)
         digest = hashlib.sha256()
         prompts = []
         for index, row in enumerate(loaded):

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 
 import pytest
 import torch
@@ -447,17 +448,20 @@ def test_prompts_that_are_all_too_long(make_run):
 @pytest.mark.parametrize(
     ("prompts", "says"),
     [
-        ([], "no row"),
+        ([], "no rows"),
         ([{"prompt": "^a="}, {"text": "^b="}], "row 1"),
         ([{"prompt": "^a="}, {"prompt": ""}], "row 1"),
         ([{"prompt": [2, 6, 999]}], "token 999"),
         ([{"prompt": "^a="}, {"prompt": 7}], "row 1"),
+        ({"prompt": ["^a="]}, "dict maps columns"),
     ],
 )
 @pytest.mark.parametrize("which", ["prompts", "validation_prompts"])
 def test_bad_rows_are_named_before_anything_starts(make_run, prompts, says, which):
     run = make_run(1, **{which: prompts})
-    with pytest.raises(DataError, match=says) as caught:
+    with pytest.raises(DataError, match=rf"^{which}\W.*{says}") as caught:
         run.fit()
+    # once
+    assert len(re.findall(r"prompts\b", str(caught.value))) == 1
     assert "\n" not in str(caught.value)
     assert run.fake.spec is None

@@ -2,7 +2,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lightning_ppo.errors import DataError
 from lightning_ppo.rollout.prompts import PromptSet, tokenize_prompt
@@ -115,8 +117,6 @@ def test_fingerprint_depends_on_rows_and_order_only(tokenizer: Any) -> None:
 
 
 def test_fingerprint_of_columns_that_json_does_not_know(tokenizer: Any) -> None:
-    import numpy as np
-
     def fingerprint(value: Any) -> str:
         return PromptSet([{"prompt": "^a=", "value": value}], tokenizer, 3).fingerprint
 
@@ -126,6 +126,16 @@ def test_fingerprint_of_columns_that_json_does_not_know(tokenizer: Any) -> None:
     # the order of a set of texts is another one in every process
     assert fingerprint({"a", "b", "c"}) == fingerprint({"c", "b", "a"}) != fingerprint({"a", "b"})
     assert fingerprint(frozenset({1, "a"})) == fingerprint({"a", 1}) != fingerprint({"a", 2})
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_arrays_of_token_ids_are_the_list(tokenizer: Any, kind: Any) -> None:
+    given = PromptSet([{"prompt": kind([2, 6, 3])}], tokenizer, 3)
+    listed = PromptSet([{"prompt": [2, 6, 3]}], tokenizer, 3)
+    assert (given[0], given.fingerprint) == (listed[0], listed.fingerprint)
+    assert all(type(token) is int for token in given[0].token_ids)
+    with pytest.raises(DataError, match=r"row 0 \(counted from 0\): prompt is empty"):
+        PromptSet([{"prompt": kind([])}], tokenizer, 3)
 
 
 @pytest.mark.parametrize("value", [{1: "a", "b": "c"}, {(0, 1): "a"}, [{"deep": {(2,): 3}}]])

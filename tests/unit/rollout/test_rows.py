@@ -4,7 +4,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lightning_ppo.errors import DataError
 from lightning_ppo.rollout.rows import load_rows
@@ -96,13 +98,107 @@ def test_missing_file(tmp_path: Path) -> None:
         ([ROWS[0], {"answer": 1}], r"prompts row 1 \(counted from 0\): no column prompt"),
         ([ROWS[0], 5], r"prompts row 1 \(counted from 0\): not an object"),
         ([{1: "a", "prompt": "b"}], r"prompts row 0 \(counted from 0\): not an object with named columns"),
-        ({"prompt": ["a"]}, "prompts=dict is no sequence of rows"),
+        ({"prompt": ["a"]}, "prompts=dict maps columns to values; give a list of dicts, one per row"),
+        (["a", "b"], r"prompts row 0 \(counted from 0\): not an object"),
+        (np.array(["a", "b"]), r"prompts row 0 \(counted from 0\): not an object"),
         (7, "prompts=int is no sequence of rows"),
     ],
 )
 def test_bad_sequence(rows: Any, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=f"^{message}"):
         load_rows(rows)
+
+
+def test_messages_name_the_argument(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", "{}")
+    for rows, message in (
+        ([{}], "val row 0 (counted from 0): no column"),
+        ([], "val has no rows"),
+        (3, "val=int is no"),
+        (path, f"val: {path} line 1: no column"),
+        (tmp_path / "x", f"val: {tmp_path / 'x'} cannot be read"),
+    ):
+        with pytest.raises(DataError) as error:
+            load_rows(rows, "val")
+        assert one_line(error).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array([2, 6, 3], dtype=np.int32),
+        [np.int64(2), np.int64(6), np.int64(3)],
+        (2, 6, 3),
+        torch.tensor([2, 6, 3]),
+        list(torch.tensor([2, 6, 3])),
+    ],
+)
+def test_token_ids_of_any_kind(prompt: Any) -> None:
+    row = {"prompt": prompt, "answer": "a"}
+    (loaded,) = load_rows([row])
+    assert (list(loaded["prompt"]), loaded["answer"]) == ([2, 6, 3], "a")
+    assert all(type(token) is int for token in loaded["prompt"])
+    assert row["prompt"] is prompt
+
+
+def test_an_array_of_messages_is_a_chat() -> None:
+    """What pandas makes of a column of lists."""
+    chat = [{"role": "user", "content": "a"}]
+    assert load_rows([{"prompt": np.array(chat, dtype=object)}])[0] == {"prompt": chat}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        (np.array([[2, 6]]), "ndarray"),
+        (np.array([0.5]), "ndarray"),
+        (np.array([True]), "ndarray"),
+        (np.array(2), "ndarray"),
+        (torch.tensor([0.5]), "Tensor"),
+        ([np.array([2, 6])], "list"),
+    ],
+)
+def test_arrays_that_are_no_token_ids(prompt: Any, kind: str) -> None:
+    with pytest.raises(
+        DataError, match=rf"prompts row 0 \(counted from 0\): prompt has the wrong type \({kind}\); give"
+    ):
+        load_rows([{"prompt": prompt}])
+
+
+def table(module: str, name: str) -> Any:
+    """An object whose class has these names, and whose iteration gives what a pandas table's does."""
+    return type(name, (), {"__module__": module, "__iter__": lambda self: iter(["prompt"])})()
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            table("pandas.core.frame", "DataFrame"),
+            'prompts=DataFrame gives columns, not rows; give prompts=....to_dict("records")',
+        ),
+        (table("polars.dataframe.frame", "DataFrame"), "prompts=....to_dicts()"),
+        (table("pyarrow.lib", "Table"), "prompts=....to_pylist()"),
+        (
+            type("DatasetDict", (dict,), {"__module__": "datasets.dataset_dict"})(train=ROWS, test=ROWS),
+            "prompts=DatasetDict holds splits (test, train), not rows; give one of them, prompts=...['test']",
+        ),
+        (iter(ROWS), "prompts=list_iterator can be read once only, and every fit and validate reads it; give prompts="),
+        ((row for row in ROWS), "prompts=generator can be read once only"),
+    ],
+)
+def test_sources_that_need_a_conversion(source: Any, message: str) -> None:
+    with pytest.raises(DataError) as error:
+        load_rows(source)
+    assert message in one_line(error)
+
+
+def test_anything_that_gives_rows_will_do() -> None:
+    class DataSet:
+        def __iter__(self) -> Any:
+            return iter(ROWS)
+
+    assert list(load_rows(DataSet())) == list(load_rows(tuple(ROWS))) == ROWS  # type: ignore[arg-type]
 
 
 @pytest.fixture
