@@ -46,3 +46,9 @@ def is_count(value: Any, low: int = 1) -> bool:
 def check_count(field: str, value: Any, low: int = 1) -> None:
     """Raise `ConfigError` unless `value` is a whole number of at least `low`."""
     require(is_count(value, low), field, repr(value), "is not a valid count", f"set a whole number >= {low}")
+
+
+def check_list(field: str, value: object, kind: type) -> None:
+    """Raise `ConfigError` unless `value` is a list or tuple of `kind`; a text would do as a sequence of its letters."""
+    ok = isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+    require(ok, field, repr(value)[:60], f"is no list of {kind.__name__}", "set a list or tuple, with [] around one")

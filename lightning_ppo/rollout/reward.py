@@ -7,6 +7,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_ppo.batch import FinishReason, Prompt
@@ -16,6 +17,9 @@ from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.validation import reject
 
 _BUILT_IN = frozenset({"prompt", "response"})
+
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+"""The critic's loss squares what it has to predict, in float32; a larger reward would end the run as a loss of NaN."""
 
 
 def resolve_reward(reward: Callable[..., Any] | str) -> Callable[..., Any]:
@@ -34,7 +38,7 @@ def resolve_reward(reward: Callable[..., Any] | str) -> Callable[..., Any]:
 
 
 class RewardFunction:
-    """Calls the reward with exactly what it names, and accepts nothing but a finite number from it.
+    """Calls the reward with exactly what it names, and accepts nothing but a finite number from it (a bool is 0 or 1).
 
     The callable gets, by name: `prompt` (text), `response` (text without special tokens), the row's other columns, and
     `finish_reason` (`stop` or `length`) unless a column has that name. With `**kwargs` it gets all columns of the row.
@@ -107,8 +111,8 @@ class RewardFunction:
         """Reward one response.
 
         Raises:
-            RewardError: the callable raised, took longer than the deadline, or returned anything but a finite number;
-                the message names the prompt and the cause is chained.
+            RewardError: the callable raised, took longer than the deadline, or returned anything but a finite number
+                whose square fits into float32; the message names the prompt and the cause is chained.
         """
         arguments = self._arguments(prompt, response_text, finish_reason)
         task = asyncio.current_task()
@@ -156,4 +160,6 @@ def _finite(value: Any) -> float:
     result = float(number)
     if not math.isfinite(result):
         raise ValueError(f"it returned {result}, not a finite number")
+    if abs(result) > _LARGEST:
+        raise ValueError(f"it returned {result:g}, but float32 holds squares of up to {_LARGEST:.1e} only; scale it")
     return result

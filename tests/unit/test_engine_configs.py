@@ -9,6 +9,20 @@ import lightning_ppo as ppo
 from lightning_ppo.errors import ConfigError
 
 VLLM = [
+    # a text is a sequence of its letters
+    ("urls", "http://a:1"),
+    ("urls", (1,)),
+    ("urls", None),
+    ("extra_arguments", "--swap-space 4"),
+    ("extra_arguments", ("--port", 8000)),
+    ("devices", "01"),
+    ("devices", 0),
+    ("devices", (1.0,)),
+    ("devices", (True,)),
+    ("cores", 3),
+    ("trainer_cores", "0-3"),
+    ("environment", {"OMP_NUM_THREADS": 1}),
+    ("environment", "A=1"),
     ("urls", ("10.0.0.5:8000",)),
     ("urls", ("http://a:1", "http://a:1/")),
     ("urls", ("ftp://h:80",)),
@@ -51,6 +65,7 @@ RAY = [
     ("num_cpus_per_server", -1),
     ("num_gpus_per_server", -1),
     ("resources_per_server", {"rack": 0}),
+    ("resources_per_server", "rack"),
     ("placement_strategy", "NEAR"),
     ("num_cpus_per_reward_worker", -1),
     ("local_object_store_bytes", 1000),
@@ -104,6 +119,13 @@ def test_settings_of_the_engine_that_is_not_used_are_refused(settings, message):
 def test_a_slash_at_the_end_of_an_address_goes():
     config = ppo.VLLMConfig(urls=("http://a:1/", "https://[::1]:2/behind/proxy//", "http://b"))
     assert config.urls == ("http://a:1", "https://[::1]:2/behind/proxy", "http://b")
+
+
+def test_a_text_in_the_place_of_a_list_says_so():
+    message = r"^vllm\.urls='http://a:1' is no list of str; set a list or tuple, with \[\] around one$"
+    with pytest.raises(ConfigError, match=message):
+        ppo.VLLMConfig(urls="http://a:1")
+    assert ppo.VLLMConfig(urls=["http://a:1"], devices=[0], environment={"A": "1"}).urls == ("http://a:1",)
 
 
 def test_servers_of_the_user_are_not_placed():

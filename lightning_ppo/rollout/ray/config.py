@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_ppo.validation import check_choice, check_count, check_number
+from lightning_ppo.validation import check_choice, check_count, check_kind, check_number
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class RayConfig:
             check_number(f"ray.{name}", getattr(self, name), 0)
         if self.num_gpus_per_server is not None:
             check_number("ray.num_gpus_per_server", self.num_gpus_per_server, 0)
+        check_kind("ray.resources_per_server", self.resources_per_server, dict)
         for name, amount in self.resources_per_server.items():
             check_number(f"ray.resources_per_server.{name}", amount, 0, open_low=True)
         strategies = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")

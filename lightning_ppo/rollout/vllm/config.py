@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
+from lightning_ppo.validation import check_choice, check_count, check_list, check_number, reject, require
 
 Transport = Literal["auto", "shared_memory", "file", "gloo", "nccl", "ipc"]
 TRANSPORTS = ("auto", "shared_memory", "file", "gloo", "nccl", "ipc")
@@ -94,6 +94,17 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        for name, kind in (
+            ("urls", str),
+            ("extra_arguments", str),
+            ("devices", int),
+            ("cores", int),
+            ("trainer_cores", int),
+        ):
+            check_list(f"vllm.{name}", getattr(self, name), kind)
+        given = self.environment
+        ok = isinstance(given, dict) and all(isinstance(text, str) for pair in given.items() for text in pair)
+        require(ok, "vllm.environment", given, "is no dict of texts", 'set one, for example {"NAME": "1"}')
         # once, for everything that appends a path; a double slash is another path to most servers
         object.__setattr__(self, "urls", tuple(url.rstrip("/") for url in self.urls))
         self._check_urls()

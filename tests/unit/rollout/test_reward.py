@@ -1,6 +1,7 @@
 import asyncio
 import functools
 import math
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,34 @@ def test_kinds_of_callables(reward: Any, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), torch.tensor(1), Fraction(1)]
+    "value",
+    [
+        1,
+        1.0,
+        True,
+        np.float32(1),
+        np.int64(1),
+        np.bool_(True),
+        np.array(1.0),
+        torch.tensor(1),
+        torch.ones((), dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor(True),
+        Fraction(1),
+    ],
 )
 def test_numbers_that_are_accepted(value: Any) -> None:
     result = call(lambda response: value)
     assert result == 1.0
     assert type(result) is float
+
+
+def test_a_reward_that_training_cannot_hold_is_an_error_and_not_a_loss_of_nan() -> None:
+    assert call(lambda response: -1e19) == -1e19
+    for value in (1e300, -1e20, 2.0**64, np.float64(3e38)):
+        with pytest.raises(
+            RewardError, match=r"failed: ValueError: it returned \S+, but float32 holds squares of up to "
+        ):
+            call(lambda response, value=value: value)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +172,9 @@ def test_numbers_that_are_accepted(value: Any) -> None:
         np.ones(1),
         1j,
         10**400,
+        Decimal(1),
+        np.array("1"),
+        b"1",
         {},
     ],
 )
