@@ -116,9 +116,10 @@ def build_engine(
         trainer_devices: Numbers of the GPUs that the trainer uses on this machine.
 
     Raises:
-        ConfigError: see `place_servers`.
+        ConfigError: the built-in engine's device is not there; or see `place_servers`.
     """
     if isinstance(settings, LocalEngineConfig):
+        settings.check_device()
         return LocalEngine(settings, None if directory is None else directory / "engine.log")
     from lightning_ppo.rollout.vllm.engine import VLLMEngine
     from lightning_ppo.rollout.vllm.launch import Command, Launcher

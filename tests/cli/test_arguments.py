@@ -178,6 +178,7 @@ BAD = [
         "trainer.strategy=lightning_ppo.StreamingPPOStrategy does not fit; timeout=x does not fit; give string",
     ),
     (["--model.policy", "nowhere"], "policy=nowhere is not a Hugging Face folder"),
+    (["--data.local.device", "cuda:99"], "local.device=cuda:99 is not among the "),
     (["--data.prompts", "nowhere.jsonl"], "prompts: nowhere.jsonl cannot be read"),
     (["--data.reward", "nowhere.py:f"], "reward=nowhere.py:f does not exist"),
     (["--config", "nowhere.yaml"], "File does not exist"),

@@ -4,9 +4,11 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 import lightning_ppo as ppo
 from lightning_ppo.errors import ConfigError
+from lightning_ppo.rollout.assembly import build_engine
 
 VLLM = [
     # a text is a sequence of its letters
@@ -142,3 +144,30 @@ def test_servers_of_the_user_are_not_placed():
         with pytest.raises(ConfigError, match=r"vllm\.cpu_weights=plain is for servers on one CPU"):
             ppo.VLLMConfig(cpu_weights="plain", **others)
     assert ppo.VLLMConfig(cpu_weights="plain", device="cpu").cpu_weights == "plain"
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "message"),
+    [
+        (0, "cuda", "local.device=cuda is not among the 0 GPUs that this process sees; set cpu"),
+        (0, "cuda:0", "local.device=cuda:0 is not among the 0 GPUs that this process sees; set cpu"),
+        (
+            2,
+            "cuda:2",
+            "local.device=cuda:2 is not among the 2 GPUs that this process sees; set cpu or a lower number than 2",
+        ),
+        (2, "cuda:1", None),
+        (2, "cuda", None),
+        (0, "cpu", None),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_found_when_the_engine_is_built(monkeypatch, count, device, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    settings = ppo.LocalEngineConfig(device=device)
+    if message is None:
+        assert build_engine(settings, ppo.RolloutConfig(), None, None, print).restarts == 0
+        return
+    with pytest.raises(ConfigError) as caught:
+        build_engine(settings, ppo.RolloutConfig(), None, None, print)
+    assert str(caught.value) == message

@@ -47,3 +47,19 @@ class LocalEngineConfig:
         check_choice("backend", self.backend, ("auto", "native", "transformers"))
         check_number("start_timeout_s", self.start_timeout_s, 0, open_low=True)
         check_number("update_timeout_s", self.update_timeout_s, 0, open_low=True)
+
+    def check_device(self) -> None:
+        """Check that this machine has the GPU; not done at once, since settings may be written down elsewhere.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        device = torch.device(self.device)
+        if device.type != "cuda":
+            return
+        # no context is made on it: the memory belongs to the engine
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            others = f" or a lower number than {count}" if count else ""
+            why = f"is not among the {count} GPUs that this process sees"
+            raise reject("local.device", self.device, why, f"set cpu{others}")
