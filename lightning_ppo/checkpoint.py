@@ -63,6 +63,44 @@ def architectures(
     return parts
 
 
+def not_a_file(path: str | Path) -> CheckpointError:
+    """Say why a path is no checkpoint: nothing is there, or a folder, whose newest checkpoint is named."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return CheckpointError(f"ckpt_path={path} does not exist; give the path of a checkpoint")
+    found = [file for part in ("*.ckpt", "checkpoints/*.ckpt") for file in folder.glob(part) if file.is_file()]
+    newest = max(found, key=lambda file: (file.stat().st_mtime, file.name == "last.ckpt"), default=None)
+    instead = "give the path of a checkpoint" if newest is None else f"give a file of it, such as {newest}"
+    return CheckpointError(f"ckpt_path={path} is a folder; {instead}")
+
+
+def check_is_ours(content: Any, path: object = None, why: str = "something else is in it") -> None:
+    """Check that a file holds what a run of this package writes.
+
+    Args:
+        content: What was loaded from it.
+        path: The file, where it is known.
+        why: What to say if it does not.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    if not isinstance(content, dict) or not {KEY, "state_dict", "global_step"} <= content.keys():
+        name = "ckpt_path" if path is None else f"ckpt_path={path}"
+        raise CheckpointError(f"{name} is no checkpoint of lightning_ppo ({why}); give one that a run wrote")
+
+
+def check_can_go_on(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to train on from a checkpoint of the models alone.
+
+    Raises:
+        CheckpointError: it has no states of optimizers.
+    """
+    if "optimizer_states" not in checkpoint:
+        why = "holds models only (save_weights_only=True)"
+        raise CheckpointError(f"ckpt_path {why}; resume from a whole one, or export it and set policy and critic")
+
+
 def check_same_models(saved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
     """Check that a checkpoint's tensors are those of a module.
 

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
+from lightning_ppo.checkpoint import check_is_ours, not_a_file
 from lightning_ppo.errors import CheckpointError
 
 
@@ -52,13 +53,18 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Load a checkpoint after every part of it was compared with its CRC-32, which `torch.load` does not do.
 
         Raises:
-            CheckpointError: the file is cut off or damaged.
+            CheckpointError: the file is cut off or damaged, a folder, or no checkpoint of a run of this package.
             FileNotFoundError: there is no such file.
         """
         local = _local(path)
+        if local is not None and local.is_dir():
+            raise not_a_file(local)
         if local is not None and local.is_file():
             _check(local)
-        return super().load_checkpoint(path, map_location, weights_only)
+        content = super().load_checkpoint(path, map_location, weights_only)
+        # before Lightning looks for its own entries
+        check_is_ours(content, path)
+        return content
 
 
 def _local(path: _PATH) -> Path | None:

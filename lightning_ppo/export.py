@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
-from lightning_ppo.checkpoint import KEY, check_fits_together
-from lightning_ppo.errors import CheckpointError, ConfigError
+from lightning_ppo.checkpoint import KEY, check_fits_together, check_is_ours, not_a_file
+from lightning_ppo.errors import ConfigError
 from lightning_ppo.models.load import load_tokenizer
 from lightning_ppo.quiet import quiet_loading
 from lightning_ppo.validation import reject
@@ -84,7 +84,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         CheckpointError: the file is missing, no checkpoint of a run, or holds policy and critic of different steps.
     """
     if not Path(path).is_file():
-        raise CheckpointError(f"ckpt_path={path} does not exist; give the path of a checkpoint")
+        raise not_a_file(path)
     why = "something else is in it"
     content: Any = None
     if not zipfile.is_zipfile(path):
@@ -94,8 +94,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
             why = " ".join(f"{type(error).__name__}: {error}".split())[:100]
-    if not isinstance(content, dict) or not {KEY, "state_dict", "global_step"} <= content.keys():
-        raise CheckpointError(f"ckpt_path={path} is no checkpoint of lightning_ppo ({why}); give one that a run wrote")
+    check_is_ours(content, path, why)
     check_fits_together(content["state_dict"], int(content["global_step"]))
     return content
 

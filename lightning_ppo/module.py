@@ -16,7 +16,15 @@ from lightning_ppo.callbacks.phases import PHASES, AnyCallback, missing_phases, 
 from lightning_ppo.callbacks.progress import use_ppo_progress_bar
 from lightning_ppo.callbacks.refit import WeightRefit
 from lightning_ppo.callbacks.samples import SampleTable
-from lightning_ppo.checkpoint import KEY, architectures, at_boundary, check_fits_together, check_same_models
+from lightning_ppo.checkpoint import (
+    KEY,
+    architectures,
+    at_boundary,
+    check_can_go_on,
+    check_fits_together,
+    check_is_ours,
+    check_same_models,
+)
 from lightning_ppo.checks import check_context, check_run
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
@@ -268,9 +276,12 @@ class PPOModule(L.LightningModule):
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_is_ours(checkpoint)
         check_fits_together(checkpoint["state_dict"], int(checkpoint["global_step"]))
         # `load_from_checkpoint` takes weights, and has no trainer
         if self._trainer is not None:
+            if self._trainer.state.fn == TrainerFn.FITTING:
+                check_can_go_on(checkpoint)
             check_same_models(checkpoint["state_dict"], self.state_dict())
             self.rollouts.load_position(checkpoint[KEY]["prompts"])
             self._optimizers.expect(checkpoint[KEY].get("optimizers", {}))

@@ -187,6 +187,7 @@ BAD = [
     (["--ckpt_path", "best"], "ckpt_path=best means nothing to a run that begins; give the path, or last\n"),
     (["--data.validation_prompts", "nowhere.jsonl"], "validation_prompts: nowhere.jsonl cannot be read"),
     (["--ckpt_path", "nowhere.ckpt"], "ckpt_path=nowhere.ckpt does not exist"),
+    (["--ckpt_path", "tests"], "ckpt_path=tests is a folder; give the path of a checkpoint\n"),
     (["--ckpt_path", "README.md"], "ckpt_path=README.md is no checkpoint of lightning_ppo"),
     (["--trainer.default_root_dir", "README.md/x"], "trainer.default_root_dir=README.md/x cannot be made (Not a dir"),
     (["--trainer.gradient_clip_algorithm", "norm"], "trainer.gradient_clip_algorithm=norm is not supported"),

@@ -397,6 +397,41 @@ def test_checkpoint_of_something_else(make_run, tmp_path):
     assert other.fake.spec is None
 
 
+@pytest.mark.parametrize("what", ["fit", "validate"])
+@pytest.mark.parametrize("content", [{"state_dict": {}, "global_step": 1, "pytorch-lightning_version": "2.6"}, {}, [1]])
+def test_checkpoint_of_another_program(make_run, tmp_path, what, content):
+    torch.save(content, tmp_path / "a.ckpt")
+    run = make_run(1, validation_prompts=[{"prompt": "^a="}])
+    go = getattr(run.trainer, what)
+    message = f"ckpt_path={tmp_path / 'a.ckpt'} is no checkpoint of lightning_ppo (something else is in it); give one "
+    assert_refused(
+        run,
+        message,
+        lambda: go(run.module, run.data, ckpt_path=tmp_path / "a.ckpt", weights_only=True),
+        CheckpointError,
+    )
+    assert_refused(run, f"ckpt_path={tmp_path} is a folder; ", lambda: run.fit(tmp_path), CheckpointError)
+
+
+def test_module_from_a_checkpoint_of_another_program(policy_folder, tmp_path):
+    torch.save({"state_dict": {}, "global_step": 1, "pytorch-lightning_version": "2.6"}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"^ckpt_path is no checkpoint of lightning_ppo \("):
+        ppo.PPOModule.load_from_checkpoint(tmp_path / "a.ckpt", policy=policy_folder, weights_only=True)
+
+
+def test_checkpoint_of_the_models_alone(make_run, tmp_path):
+    run = make_run(1)
+    run.fit()
+    run.trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    other = make_run(2, validation_prompts=[{"prompt": "^a="}])
+    with pytest.raises(
+        CheckpointError, match=r"^ckpt_path holds models only \(save_weights_only=True\); resume from a"
+    ):
+        other.fit(tmp_path / "a.ckpt")
+    assert other.fake.spec is None
+    other.trainer.validate(other.module, other.data, ckpt_path=tmp_path / "a.ckpt", weights_only=True, verbose=False)
+
+
 def test_nothing_is_refused_that_is_fine(make_run, tmp_path):
     """Settings next to the refused ones that do work."""
     run = make_run(
