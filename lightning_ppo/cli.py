@@ -35,6 +35,7 @@ from lightning_ppo.parser import PPOParser, add_callback_arguments, add_short_na
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.run_folder import describe, discard_unused, last_checkpoint, make_root
+from lightning_ppo.seeds import check_global_seed
 from lightning_ppo.validation import reject
 
 _DESCRIPTION = "Streaming PPO with a critic for language models."
@@ -154,6 +155,7 @@ class PPOCLI(LightningCLI):
     @override
     def _set_seed(self) -> None:
         if self.subcommand != "export":
+            check_global_seed(self.config[self.subcommand].seed_everything)
             super()._set_seed()
 
     # ------------------------------------------------------------------ building

@@ -1,5 +1,6 @@
 """PPOParser: the command line's keys that are not arguments of the trainer, the module or the data module."""
 
+import os
 import re
 from typing import Any, NoReturn
 
@@ -8,6 +9,7 @@ from typing_extensions import override
 
 from lightning_ppo.callbacks import PPOProgressBar, SampleTable, StepCheckpoint
 from lightning_ppo.parser_messages import one_line, unknown_argument, unknown_setting
+from lightning_ppo.settings_file import check_file
 
 
 class PPOParser(LightningArgumentParser):
@@ -31,6 +33,13 @@ class PPOParser(LightningArgumentParser):
             subcommands: Any = self._subcommands_action
             message = unknown_setting(in_file[2], subcommands.choices[in_file[1]]._settings())
         self.exit(2, f"error: {one_line(message)}\n")
+
+    @override
+    def parse_path(self, cfg_path: Any, *args: Any, **kwargs: Any) -> Any:
+        # a remote one is left to jsonargparse
+        if os.path.isfile(cfg_path):
+            check_file(os.fspath(cfg_path), [key for key in self._settings() if not key.endswith(".help")])
+        return super().parse_path(cfg_path, *args, **kwargs)
 
     def _settings(self) -> list[str]:
         options = (option for option in self._option_string_actions if option.startswith("--"))

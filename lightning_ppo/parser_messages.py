@@ -64,6 +64,13 @@ def _shorten(text: str) -> str:
         missing = re.match(r"\s*the following arguments are required: (.*)", text)
         return f"{missing[1]} is missing; give it" if missing else text
     key, rest = head[1], head[2]
+    no_file = re.match(r"\s*(File does not exist|Path is not a file): '(.*)'", rest)
+    if no_file:
+        why = "does not exist" if no_file[1] == "File does not exist" else "is no file"
+        return f"{key}={no_file[2]} {why}; give the path of a YAML file"
+    section = re.search(rf"""Parser key "{re.escape(key)}": Unable to load config "(.*)"\s*\Z""", rest, re.DOTALL)
+    if section:
+        return f"{key}={section[1]} does not fit; give its settings one by one as {key}.NAME, or a file of them"
     # a nested message has values of its own, which come first
     value = re.search(r"(?:.*\bGiven|\bGot) value: (.*)\Z", rest, re.DOTALL)
     problem = _CLASS_PROBLEM.search(rest)
