@@ -182,9 +182,27 @@ def test_an_error_of_a_callback_is_one_line_and_a_traceback_in_the_log(command, 
     assert "Traceback (most recent call last)" in log.read_text()
 
 
+INTERRUPTED_IMPORT = """
+import runpy, sys
+
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "lightning.pytorch":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("lightning_ppo", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_ctrl_c_while_everything_is_imported():
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
+
+
 @pytest.mark.slow
 def test_sigterm_ends_with_143(tmp_path):
-    command = [sys.executable, "-m", "lightning_ppo.cli", "fit", *SMALL, "--trainer.max_epochs", "-1"]
+    command = [sys.executable, "-m", "lightning_ppo", "fit", *SMALL, "--trainer.max_epochs", "-1"]
     process = subprocess.Popen(
         [*command, "--trainer.default_root_dir", str(tmp_path)],
         cwd=ROOT,

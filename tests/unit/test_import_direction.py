@@ -104,7 +104,7 @@ def test_only_the_command_line_knows_the_command_line():
     importers = {importer for importer, _ in imported_by(*{name.removeprefix(f"{PACKAGE}.") for name in FILES})}
     assert importers
     cli = [importer for importer, names in IMPORTS.items() if f"{PACKAGE}.cli" in names]
-    assert [importer for importer in cli if not inside(importer, "cli")] == []
+    assert [importer for importer in cli if not inside(importer, "cli", "__main__")] == []
 
 
 def test_rollouts_know_lightning_only_in_the_data_module():
@@ -161,6 +161,12 @@ def test_importing_the_package_imports_nothing_heavy():
         "print([n for n in ('lightning', 'torch', 'transformers', 'numpy') if n in sys.modules])"
     )
     assert run_python(code) == "[]"
+
+
+def test_the_command_begins_before_anything_heavy_is_imported():
+    """What comes before `main` is out of reach for its answer to Ctrl-C."""
+    code = "import sys, lightning_ppo.__main__; print('lightning_ppo.cli' in sys.modules, 'torch' in sys.modules)"
+    assert run_python(code) == "False False"
 
 
 def test_settings_and_the_engine_need_no_lightning():
