@@ -1,6 +1,7 @@
 """What the command line prints: results on stdout, one line per fault on stderr, nothing of Lightning's chatter."""
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,19 @@ from lightning_ppo.errors import (
     StepError,
     UpdateInProgressError,
 )
+from lightning_ppo.reporting import unknown_metric
 
 SETTING_ERRORS = (ConfigError, DataError, CheckpointError, MisconfigurationException)
 """Something that was given cannot be used; exit code 2."""
 
 RUN_ERRORS = (RewardError, EngineError, RolloutError, StepError, UpdateInProgressError, OSError)
 """The run failed; exit code 1."""
+
+_NO_METRIC = re.compile(
+    r"`(?P<callback>\w+)\(monitor='(?P<monitor>[^']+)'\)` could not find the monitored key in the returned metrics: "
+    r"\[(?P<known>[^]]+)\]"
+)
+"""What Lightning's ModelCheckpoint says after a validation without its metric."""
 
 
 def say(text: str) -> None:
@@ -45,7 +53,11 @@ def fail_setting(error: BaseException) -> int:
     Returns:
         The exit code.
     """
-    complain(f"error: {error}")
+    text = str(error)
+    if metric := _NO_METRIC.match(text):
+        # Lightning names all of some fifty
+        text = unknown_metric(metric["callback"], metric["monitor"], re.findall("'([^']+)'", metric["known"]))
+    complain(f"error: {text}")
     return 2
 
 
