@@ -1,16 +1,14 @@
 """Settings of the PPO step: a frozen dataclass that checks itself. Rollout settings are in `rollout/config.py`."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from lightning_ppo.validation import check_choice, check_count, check_number, reject, require
+from lightning_ppo.algorithms.importance import CorrectionKind
+from lightning_ppo.algorithms.kl import KLKind
+from lightning_ppo.algorithms.losses import Level
+from lightning_ppo.validation import check_choices, check_count, check_number, reject, require
 
 NormalizeAdvantages = Literal["running", "batch", "chunk", "off"]
-LossLevel = Literal["token", "sequence"]
-ImportanceCorrection = Literal["none", "token", "truncated", "sequence", "icepop", "sequence_mask"]
-KLPlacement = Literal["none", "reward", "loss"]
-KLType = Literal["k1", "k2", "k3"]
-TruncatedResponses = Literal["keep", "mask", "penalize"]
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,18 @@ class PPOConfig:
     clip_eps: float = 0.2
     clip_eps_high: float | None = None
     dual_clip: float | None = None
-    loss_level: LossLevel = "token"
+    loss_level: Level = "token"
     ppo_epochs: int = 1
     policy_minibatches: int = 1
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
-    importance_correction: ImportanceCorrection = "none"
+    importance_correction: CorrectionKind = "none"
     importance_clip_max: float | None = None
     importance_clip_min: float | None = None
-    kl_placement: KLPlacement = "none"
+    kl_placement: Literal["none", "reward", "loss"] = "none"
     kl_coef: float = 0.0
-    kl_type: KLType = "k3"
+    kl_type: KLKind = "k3"
     entropy_coef: float = 0.0
-    truncated_responses: TruncatedResponses = "keep"
+    truncated_responses: Literal["keep", "mask", "penalize"] = "keep"
     truncation_penalty: float = 1.0
     max_grad_norm: float | None = 1.0
     critic_warmup_steps: int = 0
@@ -99,6 +97,7 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_choices(self)
         for name in ("gamma", "gae_lambda"):
             check_number(name, getattr(self, name), 0, 1)
         for name in ("gae_lambda_value", "gae_lambda_policy"):
@@ -108,13 +107,6 @@ class PPOConfig:
             check_number(name, getattr(self, name), 0)
         check_number("running_mean_decay", self.running_mean_decay, 0, 1)
         require(self.running_mean_decay < 1, "running_mean_decay", 1, "never forgets", "set a number below 1")
-        check_choice("normalize_advantages", self.normalize_advantages, ("running", "batch", "chunk", "off"))
-        check_choice("loss_level", self.loss_level, ("token", "sequence"))
-        check_choice("old_logprobs", self.old_logprobs, ("recompute", "rollout"))
-        check_choice("importance_correction", self.importance_correction, get_args(ImportanceCorrection))
-        check_choice("kl_placement", self.kl_placement, ("none", "reward", "loss"))
-        check_choice("kl_type", self.kl_type, ("k1", "k2", "k3"))
-        check_choice("truncated_responses", self.truncated_responses, ("keep", "mask", "penalize"))
         check_number("clip_eps", self.clip_eps, 0, 1, open_low=True)
         if self.clip_eps_high is not None:
             check_number("clip_eps_high", self.clip_eps_high, 0, open_low=True)

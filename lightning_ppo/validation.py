@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightning_ppo.errors import ConfigError
 
@@ -27,6 +27,18 @@ def check_kind(field: str, value: object, kind: type) -> None:
 def check_choice(field: str, value: object, allowed: Sequence[str]) -> None:
     """Raise `ConfigError` unless `value` is one of `allowed`."""
     require(value in allowed, field, value, "is unknown", f"choose one of {', '.join(allowed)}")
+
+
+def check_choices(config: object, prefix: str = "") -> None:
+    """Raise `ConfigError` unless every field that is annotated as a `Literal` has one of its values.
+
+    Args:
+        config: A dataclass.
+        prefix: What comes before a field's name in messages.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        if get_origin(kind) is Literal:
+            check_choice(prefix + name, getattr(config, name), get_args(kind))
 
 
 def check_number(field: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> None:

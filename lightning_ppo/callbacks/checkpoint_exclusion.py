@@ -1,6 +1,6 @@
 """CheckpointExclusion: what happens to a checkpoint that somebody asks for in the middle of a PPO step."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import lightning as L
 from typing_extensions import override
@@ -8,6 +8,8 @@ from typing_extensions import override
 from lightning_ppo.hooks import PPOCallback
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.validation import check_choice
+
+Mode = Literal["defer", "error"]
 
 
 class CheckpointExclusion(PPOCallback):
@@ -18,12 +20,12 @@ class CheckpointExclusion(PPOCallback):
             the class's own.
     """
 
-    mode: Literal["defer", "error"] = "defer"
+    mode: Mode = "defer"
 
-    def __init__(self, mode: Literal["defer", "error"] | None = None) -> None:
+    def __init__(self, mode: Mode | None = None) -> None:
         if mode is not None:
             self.mode = mode
-        check_choice("mode", self.mode, ("defer", "error"))
+        check_choice("mode", self.mode, get_args(Mode))
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from lightning_ppo.batch import PromptGroup
 from lightning_ppo.rollout.collector import Collector
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.data_sets import DataSets
-from lightning_ppo.rollout.engine import Engine
+from lightning_ppo.rollout.engine import Engine, EngineName
 from lightning_ppo.rollout.generators import Generators
 from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.local import LocalEngine
@@ -61,7 +61,7 @@ def chosen_engine(engine: str, local: LocalEngineConfig, vllm: VLLMConfig) -> Lo
     """
     check_kind("local", local, LocalEngineConfig)
     check_kind("vllm", vllm, VLLMConfig)
-    check_choice("engine", engine, ("local", "vllm"))
+    check_choice("engine", engine, get_args(EngineName))
     name, other, default = ("vllm", vllm, VLLMConfig()) if engine == "local" else ("local", local, LocalEngineConfig())
     require(other == default, name, other, f"is not read by engine={engine}", f"set engine={name}, or drop it")
     return local if engine == "local" else vllm

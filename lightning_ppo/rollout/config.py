@@ -7,8 +7,18 @@ from typing import Any, Literal
 from lightning_ppo.rollout.engine import SamplingParams
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.rollout.windows import check_window
-from lightning_ppo.validation import check_choice, check_count, check_kind, check_number, is_count, reject, require
+from lightning_ppo.validation import (
+    check_choice,
+    check_choices,
+    check_count,
+    check_kind,
+    check_number,
+    is_count,
+    reject,
+    require,
+)
 
+Restore = Literal["fill", "drop_incomplete", "none"]
 SAMPLERS = ("in_order", "ready_first", "windowed", "weight_fifo")
 
 
@@ -93,7 +103,7 @@ class RolloutConfig:
     reward_timeout_s: float = 60.0
     reward_workers: int = 0
     failures: FailureConfig = FailureConfig()  # noqa: RUF009 - frozen
-    restore: Literal["fill", "drop_incomplete", "none"] = "fill"
+    restore: Restore = "fill"
     journal: bool = True
     record_rollouts: bool = False
     replay_chunks: str | None = None
@@ -101,6 +111,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_choices(self)
         check_kind("failures", self.failures, FailureConfig)
         for name in (
             "num_prompts_per_step",
@@ -137,7 +148,6 @@ class RolloutConfig:
         check_number("timeout_s", self.timeout_s, 0, open_low=True)
         check_number("reward_timeout_s", self.reward_timeout_s, 0, open_low=True)
         check_count("reward_workers", self.reward_workers, 0)
-        check_choice("restore", self.restore, ("fill", "drop_incomplete", "none"))
         self._check_order()
         self._check_replay()
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -19,7 +19,7 @@ from lightning_ppo.rollout.assembly import RunPlace, build_engine, build_generat
 from lightning_ppo.rollout.config import RolloutConfig
 from lightning_ppo.rollout.data_sets import DataSets, Rows
 from lightning_ppo.rollout.deal import Share, deal
-from lightning_ppo.rollout.engine import Engine
+from lightning_ppo.rollout.engine import Engine, EngineName
 from lightning_ppo.rollout.generators import Generators
 from lightning_ppo.rollout.last_run import LastRun
 from lightning_ppo.rollout.loaders import ChunkLoader, PromptBatches
@@ -62,7 +62,7 @@ class RolloutDataModule(L.LightningDataModule):
         reward: str | Callable[..., Any],
         validation_prompts: str | list[dict[str, Any]] | Sequence[Mapping[str, Any]] | None = None,
         rollout: RolloutConfig = RolloutConfig(),  # noqa: B008 - frozen
-        engine: Literal["local", "vllm"] = "local",
+        engine: EngineName = "local",
         local: LocalEngineConfig = LocalEngineConfig(),  # noqa: B008 - frozen
         vllm: VLLMConfig = VLLMConfig(),  # noqa: B008 - frozen
         ray: RayConfig = RayConfig(),  # noqa: B008 - frozen

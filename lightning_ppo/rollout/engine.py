@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from lightning_ppo.batch import FinishReason
 from lightning_ppo.errors import EngineError
+
+EngineName = Literal["local", "vllm"]
+"""The engines that there are."""
 
 
 @dataclass(frozen=True)

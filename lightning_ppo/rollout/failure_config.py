@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_ppo.validation import check_choice, check_count, check_number, require
+from lightning_ppo.validation import check_choices, check_count, check_number, require
+
+StallAction = Literal["abort", "warn"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class FailureConfig:
     drop: Literal["fail", "skip", "replace"] = "fail"
     max_dropped_prompts: int = 0
     max_consecutive_dropped_prompts: int = 0
-    stall_action: Literal["abort", "warn"] = "abort"
+    stall_action: StallAction = "abort"
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_choices(self, "failures.")
         check_count("failures.max_infra_attempts", self.max_infra_attempts)
         check_count("failures.max_data_attempts", self.max_data_attempts)
         check_number("failures.backoff_s", self.backoff_s, 0)
@@ -51,8 +54,6 @@ class FailureConfig:
             f"is above max_backoff_s={self.max_backoff_s}",
             "set backoff_s <= max_backoff_s",
         )
-        check_choice("failures.drop", self.drop, ("fail", "skip", "replace"))
-        check_choice("failures.stall_action", self.stall_action, ("abort", "warn"))
         budgets = ("max_dropped_prompts", "max_consecutive_dropped_prompts")
         for name in budgets:
             check_count(f"failures.{name}", getattr(self, name), 0)

@@ -25,9 +25,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_ppo.batch import PromptGroup, Trajectory
+from lightning_ppo.rollout.config import Restore
 from lightning_ppo.rollout.journal import newest_version
 from lightning_ppo.rollout.saved_rollouts import PendingDraw
 from lightning_ppo.rollout.windows import VersionWindow
@@ -78,7 +78,7 @@ def plan_restore(
     policy_version: int,
     window: VersionWindow,
     is_on_policy: bool,
-    mode: Literal["fill", "drop_incomplete", "none"],
+    mode: Restore,
     groups_per_step: int,
     capacity: int,
     group_size: int,

@@ -4,9 +4,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from lightning_ppo.errors import RolloutError
+from lightning_ppo.rollout.failure_config import StallAction
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Watchdog:
     def __init__(
         self,
         timeout_s: float,
-        action: Literal["abort", "warn"],
+        action: StallAction,
         describe: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
         what: str = "no prompt group was finished",

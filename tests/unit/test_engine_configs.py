@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -94,6 +95,25 @@ def test_bad_value_is_rejected_in_one_line_that_names_the_field(prefix, field, v
     with pytest.raises(ConfigError) as caught:
         KINDS[prefix][0](**{field: value})
     assert re.match(rf"^{prefix}\.{field}(\.\w+)?=[^\n]+; [^\n]+$", str(caught.value)), str(caught.value)
+
+
+CHOICES = [
+    (kind, name, get_args(hint))
+    for kind in (ppo.PPOConfig, ppo.RolloutConfig, ppo.LocalEngineConfig, *(kind for kind, _ in KINDS.values()))
+    for name, hint in get_type_hints(kind).items()
+    if get_origin(hint) is Literal
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "allowed"), CHOICES)
+def test_every_choice_is_checked(kind, name, allowed):
+    message = rf"^(\w+\.)?{name}=nothing is unknown; choose one of {', '.join(allowed)}$"
+    with pytest.raises(ConfigError, match=message):
+        kind(**{name: "nothing"})
+
+
+def test_there_are_choices():
+    assert len(CHOICES) > 15
 
 
 @pytest.mark.parametrize("kind", [kind for kind, _ in KINDS.values()])

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from lightning_ppo.validation import check_choice, check_count, check_number, reject
+from lightning_ppo.validation import check_choices, check_count, check_number, reject
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class LocalEngineConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_choices(self)
         check_count("slots", self.slots)
         check_count("num_threads", self.num_threads)
         if self.trainer_threads is not None:
@@ -43,8 +44,6 @@ class LocalEngineConfig:
             torch.device(self.device)
         except (RuntimeError, TypeError) as error:
             raise reject("device", self.device, "is no device of torch", "set cpu, cuda or cuda:0") from error
-        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
-        check_choice("backend", self.backend, ("auto", "native", "transformers"))
         check_number("start_timeout_s", self.start_timeout_s, 0, open_low=True)
         check_number("update_timeout_s", self.update_timeout_s, 0, open_low=True)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lightning_ppo.validation import check_choice, check_count, check_kind, check_number
+from lightning_ppo.validation import check_choices, check_count, check_kind, check_number
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class RayConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_choices(self, "ray.")
         for name in ("num_cpus_per_server", "num_cpus_per_reward_worker"):
             check_number(f"ray.{name}", getattr(self, name), 0)
         if self.num_gpus_per_server is not None:
@@ -38,7 +39,5 @@ class RayConfig:
         check_kind("ray.resources_per_server", self.resources_per_server, dict)
         for name, amount in self.resources_per_server.items():
             check_number(f"ray.resources_per_server.{name}", amount, 0, open_low=True)
-        strategies = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-        check_choice("ray.placement_strategy", self.placement_strategy, strategies)
         # Ray refuses less than this
         check_count("ray.local_object_store_bytes", self.local_object_store_bytes, 78_643_200)

@@ -4,10 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from lightning_ppo.validation import check_choice, check_count, check_list, check_number, reject, require
+from lightning_ppo.validation import check_choices, check_count, check_list, check_number, reject, require
 
 Transport = Literal["auto", "shared_memory", "file", "gloo", "nccl", "ipc"]
-TRANSPORTS = ("auto", "shared_memory", "file", "gloo", "nccl", "ipc")
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,7 @@ class VLLMConfig:
 
     def __post_init__(self) -> None:
         """Reject bad values with one line each."""
+        check_choices(self, "vllm.")
         for name, kind in (
             ("urls", str),
             ("extra_arguments", str),
@@ -128,11 +128,6 @@ class VLLMConfig:
             if getattr(self, name) is not None:
                 check_number(f"vllm.{name}", getattr(self, name), 0, open_low=True)
         check_number("vllm.gpu_memory_fraction", self.gpu_memory_fraction, 0, 1, open_low=True)
-        check_choice("vllm.placement", self.placement, ("subprocess", "ray"))
-        check_choice("vllm.device", self.device, ("auto", "cpu", "cuda"))
-        check_choice("vllm.dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        check_choice("vllm.cpu_weights", self.cpu_weights, ("packed", "plain", "vllm"))
-        check_choice("vllm.transport", self.transport, TRANSPORTS)
         if self.cpu_weights == "plain" and (self.device != "cpu" or self.devices_per_server > 1 or self.urls):
             fix = "set vllm.device=cpu, vllm.devices_per_server=1 and no vllm.urls"
             raise reject("vllm.cpu_weights", "plain", "is for servers on one CPU that are started here", fix)
