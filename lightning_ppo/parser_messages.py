@@ -62,7 +62,11 @@ def _shorten(text: str) -> str:
     head = re.match(r'\s*Parser key "([^"]+)":(.*)', text, re.DOTALL)
     if head is None:
         missing = re.match(r"\s*the following arguments are required: (.*)", text)
-        return f"{missing[1]} is missing; give it" if missing else text
+        if missing is None:
+            return text
+        # a subcommand is no part of a key
+        names = [re.sub(r"^(?:fit|validate|predict)\.", "", name) for name in missing[1].split(", ")]
+        return f"{', '.join(names)} {'is missing; give it' if len(names) == 1 else 'are missing; give them'}"
     key, rest = head[1], head[2]
     no_file = re.match(r"\s*(File does not exist|Path is not a file): '(.*)'", rest)
     if no_file:

@@ -96,6 +96,15 @@ def test_an_unknown_key_is_named_with_its_neighbours(command, key, message):
     assert (outcome.code, outcome.err) == (2, f"error: {message}\n")
 
 
+def test_missing_settings_are_named_as_they_are_given(command, tmp_path):
+    outcome = command("fit")
+    missing = "model.policy, data.prompts, data.reward are missing; give them"
+    assert (outcome.code, outcome.err) == (2, f"error: {missing}\n")
+    (tmp_path / "x.yaml").write_text("{model: {policy: examples/tiny_policy}, data: {prompts: x}}")
+    outcome = command("validate", "--config", str(tmp_path / "x.yaml"))
+    assert (outcome.code, outcome.err) == (2, "error: data.reward is missing; give it\n")
+
+
 def test_an_unknown_key_of_a_file_is_named_too(command, tmp_path):
     (tmp_path / "x.yaml").write_text("model: {policy: examples/tiny_policy, ppo: {gama: 1}}")
     outcome = command("fit", "--config", str(tmp_path / "x.yaml"))
