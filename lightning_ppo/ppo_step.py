@@ -174,6 +174,8 @@ class PPOStep:
         strategy.residency.acquire("critic")
         with self.timer.phase("critic"):
             critic_stats = module.callback(CriticEpochs).train(trainer, module, batch)
+            if critic_stats:
+                self.critic_update.check_scores(batch.rows, f"the epochs of PPO step {state.ppo_step}")
         rates = module.learning_rates()
         for name, stats in (("policy", policy_stats), ("critic", critic_stats)):
             if stats:
@@ -221,6 +223,7 @@ class PPOStep:
                 f"no policy update of PPO step {batch.ppo_step} had a trained token of importance weight above 0, and "
                 "nothing was updated; widen importance_clip_min and importance_clip_max, or let rollouts be less old"
             )
+        update.check_scores(batch.rows, f"the update of PPO step {batch.ppo_step}")
         return epochs
 
     def _complete(
