@@ -173,6 +173,8 @@ class PPOStep:
         with self.timer.phase("critic"):
             critic_stats = module.callback(CriticEpochs).train(trainer, module, batch)
             if critic_stats:
+                # a callback may have had another model there
+                strategy.residency.acquire("critic")
                 self.critic_update.check_scores(batch.rows, f"the epochs of PPO step {state.ppo_step}")
         rates = module.learning_rates()
         for name, stats in (("policy", policy_stats), ("critic", critic_stats)):
