@@ -4,7 +4,7 @@ Shapes: `L` prompt tokens of one row, `T` response tokens of one row (a ragged `
 ever padded into one tensor).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -87,8 +87,18 @@ class PromptGroup:
         Responses kept from before a restart are older than `start_version`; responses that went on through weight
         updates are newer. Tokens that an environment inserted have no version.
         """
-        sampled = [row.policy_versions[row.response_mask] for row in self.trajectories]
-        return min((int(versions.min()) for versions in sampled if len(versions)), default=self.start_version)
+        return min((int(versions.min()) for versions in self._sampled_versions()), default=self.start_version)
+
+    @cached_property
+    def newest_version(self) -> int:
+        """The highest policy version that any generated token was sampled with; `start_version` without a token."""
+        return max((int(versions.max()) for versions in self._sampled_versions()), default=self.start_version)
+
+    def _sampled_versions(self) -> Iterator[Tensor]:
+        for row in self.trajectories:
+            versions = row.policy_versions[row.response_mask]
+            if len(versions):
+                yield versions
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from lightning_ppo.hooks import (
     RolloutBatchComplete,
     call_hooks,
 )
+from lightning_ppo.rollout.failures import check_length
 from lightning_ppo.step_metrics import critic_metrics, policy_metrics
 from lightning_ppo.strategy import StreamingPPOStrategy
 from lightning_ppo.timing import PhaseTimer
@@ -65,14 +66,11 @@ class PPOStep:
             The step's metrics when it is complete, else None.
 
         Raises:
-            StepError: the step cannot be completed, or lost all of its prompts; nothing was updated if no update had
-                begun.
+            StepError: the step cannot be completed, or lost too many of its prompts; nothing was updated if no update
+                had begun.
         """
-        if chunk.groups_per_step == 0:
-            raise StepError(
-                f"PPO step {chunk.ppo_step} lost all of its prompts to failures.drop=skip, and nothing was updated; "
-                "look at why they failed, or set failures.drop=replace"
-            )
+        rollout = self.module.rollouts.rollout
+        check_length(rollout.failures, chunk.ppo_step, chunk.groups_per_step, rollout.num_prompts_per_step)
         state = self._open(chunk) if chunk.index == 0 or self.state is None else self.state
         module, trainer = self.module, self.module.trainer
         self.timer.add("wait", chunk.wait_s)
@@ -174,6 +172,10 @@ class PPOStep:
         strategy.residency.acquire("critic")
         with self.timer.phase("critic"):
             critic_stats = module.callback(CriticEpochs).train(trainer, module, batch)
+            if critic_stats:
+                # a callback may have had another model there
+                strategy.residency.acquire("critic")
+                self.critic_update.check_scores(batch.rows, f"the epochs of PPO step {state.ppo_step}")
         rates = module.learning_rates()
         for name, stats in (("policy", policy_stats), ("critic", critic_stats)):
             if stats:
@@ -221,6 +223,7 @@ class PPOStep:
                 f"no policy update of PPO step {batch.ppo_step} had a trained token of importance weight above 0, and "
                 "nothing was updated; widen importance_clip_min and importance_clip_max, or let rollouts be less old"
             )
+        update.check_scores(batch.rows, f"the update of PPO step {batch.ppo_step}")
         return epochs
 
     def _complete(

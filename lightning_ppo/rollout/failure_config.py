@@ -1,5 +1,6 @@
 """What happens when a rollout fails: retries, drops, stalls. A frozen dataclass that checks itself."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +28,8 @@ class FailureConfig:
         max_dropped_prompts: Prompts that may be dropped over the whole run because of their data.
         max_consecutive_dropped_prompts: Prompts that may be dropped in a row because of infrastructure; any finished
             prompt starts the count anew.
+        min_step_fraction: Share of a PPO step's prompts that `drop: skip` must leave, rounded up; one that gets smaller
+            ends the run without an update. 0 lets a step shrink to one prompt.
         stall_action: What happens when no prompt group was finished for `timeout_s`: `abort` ends the run, `warn` says
             so and waits on.
     """
@@ -38,6 +41,7 @@ class FailureConfig:
     drop: Literal["fail", "skip", "replace"] = "fail"
     max_dropped_prompts: int = 0
     max_consecutive_dropped_prompts: int = 0
+    min_step_fraction: float = 0.5
     stall_action: StallAction = "abort"
 
     def __post_init__(self) -> None:
@@ -54,6 +58,7 @@ class FailureConfig:
             f"is above max_backoff_s={self.max_backoff_s}",
             "set backoff_s <= max_backoff_s",
         )
+        check_number("failures.min_step_fraction", self.min_step_fraction, 0, 1)
         budgets = ("max_dropped_prompts", "max_consecutive_dropped_prompts")
         for name in budgets:
             check_count(f"failures.{name}", getattr(self, name), 0)
@@ -62,3 +67,9 @@ class FailureConfig:
         if self.drop != "fail":
             some = any(getattr(self, name) > 0 for name in budgets)
             require(some, "failures.drop", self.drop, "may drop nothing", f"set {' or '.join(budgets)} > 0")
+
+    def least_groups(self, groups_per_step: int) -> int:
+        """Return the groups that a step of `groups_per_step` must have left to be trained."""
+        # 100 * 0.55 is a little more than 55
+        least = math.ceil(round(groups_per_step * self.min_step_fraction, 9))
+        return max(1, least) if self.drop == "skip" else groups_per_step

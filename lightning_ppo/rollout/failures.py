@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lightning_ppo.batch import FailureCounts
-from lightning_ppo.errors import CheckpointError
+from lightning_ppo.errors import CheckpointError, StepError
 from lightning_ppo.rollout.failure_class import FailureClass, classify
 from lightning_ppo.rollout.failure_config import FailureConfig
 from lightning_ppo.validation import require
@@ -187,6 +187,29 @@ def check_drops(
     enough = -(-generations // multiple) * multiple
     why = f"leaves steps that do not divide over ranks and micro-batches, which share multiples of {align} groups"
     require(align == 1, "failures.drop", "skip", why, f"set num_generations_per_prompt={enough}, or {instead}")
+
+
+def check_length(config: FailureConfig, ppo_step: int, groups_left: int, groups_per_step: int) -> None:
+    """Check that dropped prompts left enough of a PPO step.
+
+    Args:
+        config: Tells the least.
+        ppo_step: The step.
+        groups_left: Groups that it will have been trained on.
+        groups_per_step: P.
+
+    Raises:
+        StepError: they did not.
+    """
+    least = config.least_groups(groups_per_step)
+    if groups_left >= least:
+        return
+    share = "all of" if groups_left == 0 else f"{groups_per_step - groups_left} of"
+    limit = "" if groups_left == 0 else f" and failures.min_step_fraction={config.min_step_fraction} keeps {least},"
+    raise StepError(
+        f"PPO step {ppo_step} lost {share} its {groups_per_step} prompts to failures.drop=skip,{limit} so that nothing "
+        "was updated; look at why they failed, or set failures.drop=replace"
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -58,6 +58,10 @@ class _GatedSampler:
         self._open_batch(resume_step + full)
         self._left -= started
 
+    def admit(self, version: int) -> Admission | None:
+        """Admit the next group through the gate, without a stamp."""
+        return None if self._next_batch(version) is None else Admission(target_step=None)
+
     def aborts_inflight(self, start_version: int, version: int) -> bool:
         """Return False: what is admitted is finished."""
         return False
@@ -151,10 +155,6 @@ class ReadyFirstSampler(_GatedSampler):
         stamps_targets=False, supports_streaming=True, supports_restore=True
     )
 
-    def admit(self, version: int) -> Admission | None:
-        """Admit the next group through the same gate, without a stamp."""
-        return None if self._next_batch(version) is None else Admission(target_step=None)
-
     def select(self, buffer: ReplayBuffer, version: int, ppo_step: int, limit: int) -> Sequence[PromptGroup]:
         """Return every ready group of this or an earlier version, in draw order."""
         return buffer.index.first_ready(limit, version)
@@ -179,10 +179,6 @@ class WeightFifoSampler(_GatedSampler):
     capabilities: ClassVar[SamplerCapabilities] = SamplerCapabilities(
         stamps_targets=False, supports_streaming=True, supports_restore=True
     )
-
-    def admit(self, version: int) -> Admission | None:
-        """Admit the next group through the same gate, without a stamp."""
-        return None if self._next_batch(version) is None else Admission(target_step=None)
 
     def select(self, buffer: ReplayBuffer, version: int, ppo_step: int, limit: int) -> Sequence[PromptGroup]:
         """Return the ready groups of the oldest version in the window, in draw order; then see the class."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_ppo.batch import FinishReason, Prompt, PromptGroup, Trajectory
 from lightning_ppo.errors import CheckpointError
 from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.validation import is_count
 
 FORMAT = 1
 """Written into every encoding; others are refused."""
@@ -199,7 +200,7 @@ def _checked(data: bytes, kind: int) -> bytes:
 
 def _prompt(head: Mapping[str, Any], prompts: PromptSet) -> Prompt:
     row = head["row"]
-    if not isinstance(row, int) or not 0 <= row < len(prompts):
+    if not is_count(row, 0) or row >= len(prompts):
         raise CheckpointError(
             f"a saved rollout is of row {row}, the data set has {len(prompts)}; use the same data set"
         )

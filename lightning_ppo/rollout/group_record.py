@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_ppo.batch import PromptGroup
-from lightning_ppo.rollout.journal import newest_version
+from lightning_ppo.validation import is_count
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GroupRecord:
             draw=group.draw,
             start_version=group.start_version,
             oldest_version=group.oldest_version,
-            newest_version=newest_version(group),
+            newest_version=group.newest_version,
             responses=responses,
             rewards=zlib.crc32(rewards),
         )
@@ -84,5 +84,5 @@ class GroupRecord:
             ValueError: something is no whole number, or negative.
         """
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not is_count(value, 0):
                 raise ValueError(f"{name}={value!r} is not a whole number >= 0")

@@ -219,15 +219,9 @@ class Journal:
             self._file = None
 
 
-def newest_version(group: PromptGroup) -> int:
-    """Return the newest policy version that any generated token was sampled with; `start_version` without a token."""
-    sampled = [row.policy_versions[row.response_mask] for row in group.trajectories]
-    return max((int(versions.max()) for versions in sampled if len(versions)), default=group.start_version)
-
-
 def _owner(lineage: Sequence[Sequence[Any]], group: PromptGroup) -> str | None:
-    version = newest_version(group)
-    return next((writer for writer, last in lineage if last is None or version <= last), None)
+    newest = group.newest_version
+    return next((writer for writer, last in lineage if last is None or newest <= last), None)
 
 
 def _files(directory: Path) -> list[tuple[int, int, Path]]:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from lightning_ppo.errors import CheckpointError
+from lightning_ppo.validation import is_count
 
 
 class DrawState(StrEnum):
@@ -246,7 +247,7 @@ def _parsed(state: Mapping[str, Any]) -> tuple[int, list[int], dict[int, str], i
             f"the prompt ledger is malformed ({error!r}); resume from an intact checkpoint"
         ) from error
     numbers = [cursor, num_trained, *trained, *(draw for draw, _ in pairs)]
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+    if not all(is_count(number, 0) for number in numbers):
         raise CheckpointError("the prompt ledger has a draw that is no whole number; resume from an intact checkpoint")
     if not all(isinstance(reason, str) and reason for _, reason in pairs):
         raise CheckpointError("the prompt ledger has a skipped draw without reason; resume from an intact checkpoint")

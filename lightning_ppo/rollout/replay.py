@@ -37,7 +37,6 @@ class ReplayBuffer:
         self._clock = clock
         self._pending: dict[str, PendingGroup] = {}
         self._claimed: dict[int, PromptGroup] = {}
-        self._last_commit_s = clock()
 
     def reserve(self, draw: int, prompt: Prompt, version: int, target_step: int | None) -> PendingGroup:
         """Take a slot for a group that is about to be generated; its id depends on the draw only.
@@ -73,7 +72,6 @@ class ReplayBuffer:
         with self.changed:
             slot = self._slot(group_id)
             self._check_size(group_id, trajectories)
-            now = self._clock()
             group = PromptGroup(
                 group_id=group_id,
                 draw=slot.draw,
@@ -82,11 +80,10 @@ class ReplayBuffer:
                 start_version=slot.start_version,
                 end_version=end_version,
                 trajectories=tuple(trajectories),
-                generation_s=now - slot.dispatched_s,
+                generation_s=self._clock() - slot.dispatched_s,
             )
             self._remove_pending(slot)
             self.index.add_ready(group)
-            self._last_commit_s = now
             self.changed.notify_all()
             return group
 
@@ -134,14 +131,6 @@ class ReplayBuffer:
             self._remove_pending(self._slot(group_id))
             self.changed.notify_all()
 
-    def drop(self, draw: int) -> None:
-        """Give up a pending group and its slot, by its draw.
-
-        Raises:
-            ValueError: no such group is pending.
-        """
-        self.remove(_group_id(draw))
-
     def claim(self, groups: Iterable[PromptGroup]) -> None:
         """Move ready groups to training; they keep their slots.
 
@@ -174,7 +163,7 @@ class ReplayBuffer:
         """
         return self.index.ready_sampled_before(oldest_allowed)
 
-    def claimed_groups(self) -> tuple[PromptGroup, ...]:
+    def claimed(self) -> tuple[PromptGroup, ...]:
         """Return the groups that are being trained, in draw order."""
         with self.changed:
             return tuple(group for _, group in sorted(self._claimed.items()))
@@ -192,11 +181,6 @@ class ReplayBuffer:
         """Whether a group is being generated."""
         with self.changed:
             return _group_id(draw) in self._pending
-
-    def claimed(self) -> tuple[int, ...]:
-        """Return the draws that are being trained, in order."""
-        with self.changed:
-            return tuple(sorted(self._claimed))
 
     def targets(self) -> tuple[int | None, ...]:
         """Return the target step of every slot, pending, ready and claimed, for `Sampler.seed_dispatch`."""
@@ -220,18 +204,6 @@ class ReplayBuffer:
     def ready_count(self) -> int:
         """Number of ready groups."""
         return self.index.ready_count
-
-    @property
-    def pending_count(self) -> int:
-        """Number of groups that are being generated."""
-        with self.changed:
-            return len(self._pending)
-
-    @property
-    def last_commit_s(self) -> float:
-        """Time of the last commit (at first: of construction) on the buffer's clock."""
-        with self.changed:
-            return self._last_commit_s
 
     def describe(self) -> str:
         """Say what is in the buffer, the oldest groups in flight by name, for messages."""

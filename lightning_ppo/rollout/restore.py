@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 from lightning_ppo.batch import PromptGroup, Trajectory
 from lightning_ppo.rollout.config import Restore
-from lightning_ppo.rollout.journal import newest_version
 from lightning_ppo.rollout.saved_rollouts import PendingDraw
 from lightning_ppo.rollout.windows import VersionWindow
 
@@ -60,7 +59,7 @@ class _Limits:
 
     def fits(self, group: PromptGroup, target: int | None) -> bool:
         """Whether a group is neither newer than the policy nor too old for its own step."""
-        return newest_version(group) <= self.policy_version and group.oldest_version >= self.oldest_allowed(target)
+        return group.newest_version <= self.policy_version and group.oldest_version >= self.oldest_allowed(target)
 
     def is_open(self, item: PendingDraw) -> bool:
         """Whether the gate lets groups of this step be dispatched now."""
@@ -155,7 +154,7 @@ def _candidates(
     groups = {
         group.draw: group
         for group in (*saved, *journal)
-        if len(group.trajectories) == group_size and newest_version(group) <= limits.policy_version
+        if len(group.trajectories) == group_size and group.newest_version <= limits.policy_version
     }
     return groups, waiting
 

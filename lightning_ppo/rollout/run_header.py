@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_ppo.errors import ConfigError
 from lightning_ppo.rollout.config import RolloutConfig
-from lightning_ppo.validation import reject
+from lightning_ppo.validation import is_count, reject
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ class RunHeader:
             raise ValueError("run is not an object with the settings of a run")
         for name, can_lack in (("ppo_step", False), ("weights", True)):
             value = row[name]
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            if not (is_count or (can_lack and value is None)):
+            if not (is_count(value, 0) or (can_lack and value is None)):
                 raise ValueError(f"{name}={value!r} is not a whole number >= 0")
         tokens = row["stop_token_ids"]
         return cls(**row | {"stop_token_ids": tuple(tokens) if isinstance(tokens, list) else tokens})

@@ -14,6 +14,7 @@ from lightning_ppo.errors import CheckpointError
 from lightning_ppo.rollout.group_codec import decode_group, decode_siblings, encode_group, encode_siblings
 from lightning_ppo.rollout.journal import Lineage
 from lightning_ppo.rollout.prompts import PromptSet
+from lightning_ppo.validation import is_count
 
 FORMAT = 1
 _COLUMNS = ("draws", "targets", "start_versions", "sizes")
@@ -146,7 +147,7 @@ def _check_columns(plain: Mapping[str, Any], num_bytes: int) -> None:
         raise _unsound(f"their columns differ in length ({lengths})")
     numbers = [*columns["draws"], *columns["start_versions"], *columns["sizes"], plain["num_ready"]]
     numbers += [target for target in columns["targets"] if target is not None]
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
+    if not all(is_count(number, 0) for number in numbers):
         raise _unsound("a number is negative or no whole number")
     if len(set(columns["draws"])) != lengths["draws"]:
         raise _unsound("a draw stands there twice")

@@ -19,6 +19,7 @@ from typing import Any
 from lightning_ppo.errors import DataError, RolloutError
 from lightning_ppo.rollout.group_record import GroupRecord
 from lightning_ppo.rollout.run_header import RunHeader
+from lightning_ppo.validation import is_count
 
 Chunks = tuple[tuple[int, ...], ...]
 """Draws of each chunk of one PPO step, chunks in training order."""
@@ -208,22 +209,18 @@ def _parse(row: Any) -> tuple[int, StepRecord]:
     if not isinstance(row, dict) or set(row) - {"groups", "weights"} != {"ppo_step", "chunks"}:
         raise ValueError("not an object with the keys ppo_step and chunks")
     step, chunks, groups, weights = row["ppo_step"], row["chunks"], row.get("groups", []), row.get("weights")
-    if not _is_count(step):
+    if not is_count(step, 0):
         raise ValueError(f"ppo_step={step!r} is not a whole number >= 0")
     if not isinstance(chunks, list) or not chunks or not all(isinstance(chunk, list) and chunk for chunk in chunks):
         raise ValueError("chunks is not a list of non-empty lists")
     draws = [draw for chunk in chunks for draw in chunk]
-    if not all(map(_is_count, draws)):
+    if not all(is_count(draw, 0) for draw in draws):
         raise ValueError("a draw is not a whole number >= 0")
     if len(set(draws)) != len(draws):
         raise ValueError("a draw stands there twice")
     if not isinstance(groups, list) or (groups and len(groups) != len(draws)):
         raise ValueError(f"groups is not a list of {len(draws)} records")
-    if weights is not None and not _is_count(weights):
+    if weights is not None and not is_count(weights, 0):
         raise ValueError(f"weights={weights!r} is not a whole number >= 0")
     records = [GroupRecord.from_row(draw, record) for draw, record in zip(draws, groups, strict=bool(groups))]
     return step, StepRecord(tuple(tuple(chunk) for chunk in chunks), tuple(records), weights)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

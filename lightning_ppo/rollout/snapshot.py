@@ -18,6 +18,7 @@ from lightning_ppo.rollout.replay import ReplayBuffer
 from lightning_ppo.rollout.restore import RestorePlan, plan_restore
 from lightning_ppo.rollout.sampler_protocol import Sampler
 from lightning_ppo.rollout.saved_rollouts import PendingDraw, SavedRollouts, decode_rollouts, encode_rollouts
+from lightning_ppo.rollout.slots import Slots
 from lightning_ppo.rollout.stream import PromptStream
 from lightning_ppo.rollout.windows import VersionWindow
 
@@ -68,6 +69,7 @@ class Snapshots:
         recorded: RecordedRun | None = None,
     ) -> None:
         self._buffer = buffer
+        self._slots = Slots(buffer, prompts, stream)
         self._prompts = prompts
         self._stream = stream
         self._pump = pump
@@ -108,7 +110,7 @@ class Snapshots:
         if self._loaded is not None:
             return self._loaded
         with self._buffer.changed:
-            ready = sorted((*self._buffer.ready(), *self._buffer.claimed_groups()), key=lambda group: group.draw)
+            ready = sorted((*self._buffer.ready(), *self._buffer.claimed()), key=lambda group: group.draw)
             in_flight = [
                 PendingDraw(
                     slot.draw,
@@ -175,15 +177,11 @@ class Snapshots:
         plan = self._plan(ppo_step, version)
         with self._buffer.changed:
             for group in plan.ready:
-                self._stream.take(group.draw)
-                self._stream.ledger.dispatch(group.draw)
-                self._stream.ledger.finish(group.draw)
-                self._buffer.restore(group)
+                self._slots.draw(group.draw)
+                self._slots.fill(group)
             for item in plan.pending:
-                self._stream.take(item.draw)
-                self._stream.ledger.dispatch(item.draw)
                 start = item.start_version if item.finished else version
-                slot = self._buffer.reserve(item.draw, self._prompts[item.row], start, item.target_step)
+                slot = self._slots.reserve(self._slots.draw(item.draw), start, item.target_step)
                 self._pump.dispatch_again(slot, item.finished)
         if self._journal is not None and self._loaded is not None:
             self._journal.fork(plan.ready, ppo_step, saved.lineage, version)

@@ -3,7 +3,7 @@
 Everything here runs without gradients, once per sample, under models that do not change within a PPO step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,17 @@ from lightning_ppo.models.policy import PolicyModel
 from lightning_ppo.models.scoring import Ragged, micro_batches, response_logprobs, unpad
 from lightning_ppo.residency import Residency
 from lightning_ppo.timing import PhaseTimer
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What the models give to the rows of a chunk, by row index; empty where nothing needs it."""
+
+    values: Ragged
+    final_values: dict[int, float]
+    """Value after the last response token."""
+    logprobs: Ragged
+    ref_logprobs: Ragged
 
 
 @dataclass(frozen=True)
@@ -63,10 +74,12 @@ class AdvantageStage:
             old_logprobs = {i: row.rollout_logprobs for i, row in enumerate(rows)}
 
         masks = [self._mask(row) for row in rows]
+        scores = _Scores(values, final_values, logprobs, ref_logprobs)
         advantages: Ragged = {}
         returns: Ragged = {}
         for indices in plan:
-            self._estimate(rows, indices, masks, values, final_values, logprobs, ref_logprobs, advantages, returns)
+            for i, advantage, target in self._estimate(rows, indices, masks, scores):
+                advantages[i], returns[i] = advantage, target
         return tuple(
             TrainRow(
                 trajectory=row,
@@ -96,17 +109,9 @@ class AdvantageStage:
         return row.reward
 
     def _estimate(
-        self,
-        rows: Sequence[Trajectory],
-        indices: list[int],
-        masks: list[Tensor],
-        values: Ragged,
-        final_values: dict[int, float],
-        logprobs: Ragged,
-        ref_logprobs: Ragged,
-        advantages: Ragged,
-        returns: Ragged,
-    ) -> None:
+        self, rows: Sequence[Trajectory], indices: list[int], masks: list[Tensor], scores: _Scores
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield index, advantages and returns of some rows."""
         config = self.config
         host = torch.device("cpu")
         width = max(len(rows[i].response_ids) for i in indices)
@@ -117,17 +122,16 @@ class AdvantageStage:
         mask = pad_rows([masks[i] for i in indices], width, host)
         kl = None
         if config.kl_placement == "reward":
-            kl = kl_estimate(padded(logprobs), padded(ref_logprobs), config.kl_type)
-        value = padded(values)
-        scores = torch.tensor([self._reward(rows[i]) for i in indices], dtype=value.dtype)
-        rewards = token_rewards(scores, mask, kl, config.kl_coef if kl is not None else 0.0)
+            kl = kl_estimate(padded(scores.logprobs), padded(scores.ref_logprobs), config.kl_type)
+        value = padded(scores.values)
+        rewards = torch.tensor([self._reward(rows[i]) for i in indices], dtype=value.dtype)
         bootstrap = None
         if config.bootstrap_truncated:
             bootstrap = torch.tensor(
-                [final_values[i] if rows[i].truncated else 0.0 for i in indices], dtype=value.dtype
+                [scores.final_values[i] if rows[i].truncated else 0.0 for i in indices], dtype=value.dtype
             )
-        advantage, target = estimate_advantages(
-            rewards,
+        advantages, returns = estimate_advantages(
+            token_rewards(rewards, mask, kl, config.kl_coef if kl is not None else 0.0),
             value,
             mask,
             gamma=config.gamma,
@@ -137,6 +141,6 @@ class AdvantageStage:
             length_adaptive_alpha=config.length_adaptive_alpha,
             bootstrap=bootstrap,
         )
-        for j, i in enumerate(indices):
+        for i, advantage, target in zip(indices, advantages, returns, strict=True):
             length = len(rows[i].response_ids)
-            advantages[i], returns[i] = advantage[j, :length], target[j, :length]
+            yield i, advantage[:length], target[:length]

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from typing_extensions import override
+
 from lightning_ppo.algorithms import value_loss
 from lightning_ppo.batch import TrainRow
 from lightning_ppo.models.critic import CriticModel
-from lightning_ppo.models.micro_batch import pad_rows
+from lightning_ppo.models.micro_batch import MicroBatch, pad_rows
 from lightning_ppo.updates.normalization import MAIN
 from lightning_ppo.updates.split import Losses, SplitUpdate, trainable_micro_batches
 
@@ -85,3 +88,7 @@ class CriticUpdate(SplitUpdate):
             clip_fraction=sums["clipped"] / tokens,
             num_tokens=int(tokens),
         )
+
+    @override
+    def _score(self, batch: MicroBatch) -> Tensor:
+        return self.critic(batch)[0]

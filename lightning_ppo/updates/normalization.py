@@ -46,7 +46,7 @@ class AdvantageNormalizer:
         self.mode = mode
         self.running = RunningCentre(decay)
         self._ranks = ranks
-        self._moments = Moments(0.0, 0.0, 0.0)
+        self._moments = Moments()
         self._origin: float | None = None
 
     @property
@@ -56,7 +56,7 @@ class AdvantageNormalizer:
 
     def begin(self) -> None:
         """Start a step."""
-        self._moments = Moments(0.0, 0.0, 0.0)
+        self._moments = Moments()
         self._origin = None
 
     def plan(self, rows: Sequence[TrainRow], *, is_only_chunk: bool) -> ChunkPlan:
@@ -112,7 +112,7 @@ class AdvantageNormalizer:
         return centre, scale
 
     def _pooled(self, rows: Sequence[TrainRow]) -> Moments:
-        local = Moments(0.0, 0.0, 0.0)
+        local = Moments()
         if rows:
             advantages = torch.cat([row.advantages for row in rows])
             local = Moments.of(advantages, torch.cat([row.mask for row in rows]))

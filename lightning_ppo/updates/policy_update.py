@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_ppo.algorithms import (
     ImportanceWeights,
@@ -142,6 +143,10 @@ class PolicyUpdate(SplitUpdate):
             num_tokens=int(tokens),
             num_sequences=int(sums["sequences"]),
         )
+
+    @override
+    def _score(self, batch: MicroBatch) -> Tensor:
+        return self.policy(batch)[0]
 
     def _nothing_to_learn(self, tokens: float, raw_weight_max: float) -> str:
         if tokens == 0:

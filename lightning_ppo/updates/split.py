@@ -14,6 +14,9 @@ from lightning_ppo.models.micro_batch import MicroBatch, collate, plan_micro_bat
 from lightning_ppo.ranks import Ranks
 from lightning_ppo.residency import Residency
 
+_NAMED = 4
+"""Samples that an error names."""
+
 
 class SumMetrics:
     """Sums and maxima over micro-batches, in float64, reduced over ranks once at the close."""
@@ -127,23 +130,57 @@ class SplitUpdate:
         """Drop what was accumulated; safe at any time."""
         self.accumulator.abort()
 
+    @torch.no_grad()
+    def check_scores(self, rows: Sequence[TrainRow], where: str) -> None:
+        """Fail on every rank if the model has diverged: what it gives to a row of one of them is not finite.
+
+        A finite gradient times too high a rate makes finite weights whose products are not. Found here, they reach
+        neither the generators nor a checkpoint. A collective: ranks without rows take part.
+
+        Args:
+            rows: This rank's rows; the shortest is tried.
+            where: Names the update in errors.
+
+        Raises:
+            StepError: it has diverged.
+        """
+        fault = None
+        if rows:
+            shortest = min((row.trajectory for row in rows), key=lambda trajectory: trajectory.num_tokens)
+            scores = self._score(collate([shortest], [0], self._residency.device))
+            if not bool(torch.isfinite(scores).all()):
+                fault = (
+                    f"the {self.name} has diverged: what it gives to sample {shortest.sample_id} is not finite after "
+                    f"{where}; lower the learning rate of model.{self.name}_optimizer"
+                )
+        self._fail_together(fault, f"the {self.name} has diverged on another rank after {where}; see its error")
+
+    def _score(self, batch: MicroBatch) -> Tensor:
+        raise NotImplementedError
+
     def _check(self, losses: Losses, rows: Sequence[TrainRow], where: str) -> None:
         """Fail on every rank if a loss or the gradient is not finite on one of them, so that none waits for it."""
-        fault = self._fault(losses, rows, where)
+        self._fail_together(
+            self._fault(losses, rows, where),
+            f"{self.name} loss or gradient is not finite in {where} on another rank; see its error",
+        )
+
+    def _fail_together(self, fault: str | None, fault_elsewhere: str) -> None:
         ranks_at_fault = torch.tensor(float(fault is not None), dtype=torch.float64)
         self._ranks.sum_(ranks_at_fault)
-        if fault is not None:
-            raise StepError(fault)
         if ranks_at_fault > 0:
-            raise StepError(f"{self.name} loss or gradient is not finite in {where} on another rank; see its error")
+            raise StepError(fault or fault_elsewhere)
 
     def _fault(self, losses: Losses, rows: Sequence[TrainRow], where: str) -> str | None:
         if losses and not bool(torch.isfinite(torch.stack([loss for loss, _ in losses])).all()):
             loss, ids = next((value, ids) for value, ids in losses if not bool(torch.isfinite(value)))
-            return f"{self.name} loss is {float(loss)} in {where}, samples {', '.join(ids)}"
+            return f"{self.name} loss is {float(loss)} in {where}, {_few(ids)}"
         if not self.accumulator.is_finite():
             ids = tuple(row.trajectory.sample_id for row in rows)
-            return f"{self.name} gradient is not finite after {where}, samples {', '.join(ids)}"
+            return (
+                f"{self.name} gradient is not finite after {where}, {_few(ids)}; look at their rewards, or lower the "
+                f"learning rate of model.{self.name}_optimizer"
+            )
         return None
 
     def _step(self, coefficients: dict[str, float], count: float, max_norm: float | None) -> float:
@@ -154,3 +191,9 @@ class SplitUpdate:
         with self.accumulator.as_grads(flat):
             self._optimizer_step()
         return norm
+
+
+def _few(sample_ids: Sequence[str]) -> str:
+    """Name some samples, so that the error stays one line that can be read."""
+    shown = ", ".join(sample_ids[:_NAMED])
+    return f"samples {shown}" + (f" and {len(sample_ids) - _NAMED} more" if len(sample_ids) > _NAMED else "")

@@ -157,7 +157,7 @@ def test_a_step_that_lost_everything_is_noticed_before_the_engine_sleeps(make_ru
     engine = Diary(fails=lambda request: ValueError("no answer"))
     failures = FailureConfig(drop="skip", max_dropped_prompts=4, max_data_attempts=1)
     run = make_run(1, fake=engine, rollout={"colocated": True, "failures": failures})
-    with pytest.raises(StepError, match="lost all of its prompts"):
+    with pytest.raises(StepError, match="lost all of its 4 prompts"):
         run.fit()
     assert engine.sleeps == []
 

@@ -288,11 +288,35 @@ def test_a_step_that_lost_everything_is_an_error_before_any_update(make_run, ste
     with pytest.raises(StepError) as raised:
         run.fit()
     message = str(raised.value)
-    assert message.startswith(f"PPO step {step} lost all of its prompts to failures.drop=skip, and nothing was updated")
+    assert message.startswith(
+        f"PPO step {step} lost all of its 4 prompts to failures.drop=skip, so that nothing was updated"
+    )
     assert "\n" not in message
     assert run.trainer.global_step == step
     assert all(torch.equal(boundary.weights[name], tensor) for name, tensor in run.weights().items())
     assert run.fake.closed
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_step_that_lost_more_than_it_may_is_an_error_before_any_update(make_run, streams: bool) -> None:
+    """Half of it must be left; what one of four prompts teaches is not what the user asked for."""
+    lost = {"drop": "skip", "max_dropped_prompts": 3, "max_data_attempts": 1}
+    stream = STREAM if streams else {}
+    run = make_run(2, fake=failing_engine(4, 5, 7), rollout={"failures": FailureConfig(**lost), **stream})
+    with pytest.raises(StepError) as raised:
+        run.fit()
+    assert str(raised.value) == (
+        "PPO step 1 lost 3 of its 4 prompts to failures.drop=skip, and failures.min_step_fraction=0.5 keeps 2, so that "
+        "nothing was updated; look at why they failed, or set failures.drop=replace"
+    )
+    assert run.trainer.global_step == 1
+    record = Record()
+    failures = FailureConfig(**lost, min_step_fraction=0.25)
+    run = make_run(
+        2, fake=failing_engine(4, 5, 7), rollout={"failures": failures, **stream}, reward=one, callbacks=[record]
+    )
+    run.fit()
+    assert [record.trained(step) for step in range(2)] == [[0, 1, 2, 3], [6]]
 
 
 # ------------------------------------------------------------------ replace
@@ -497,4 +521,4 @@ def test_two_ranks_close_on_an_empty_chunk_and_leave_a_lost_step_together(policy
     assert {size for _, _, size in chunks[:-1]} == {4}
     assert chunks[-1] == ((), 0, 3)
     assert sequences == 6
-    assert error.startswith("StepError: PPO step 1 lost all of its prompts")
+    assert error.startswith("StepError: PPO step 1 lost all of its 4 prompts")

@@ -261,6 +261,34 @@ def test_nan_weight_fails_the_step_and_keeps_the_last_checkpoint(make_run, cut, 
     assert differing(resumed.weights(), straight.weights()) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "hook", "where"),
+    [
+        ("policy", "on_before_policy_step", "the update of PPO step 1"),
+        ("critic", "on_refit_end", "the epochs of PPO step 1"),
+    ],
+)
+def test_diverged_model_reaches_neither_generators_nor_checkpoints(make_run, cut, tmp_path, model, hook, where):
+    """Far too high a rate leaves finite weights, whose products are not: the engine would be the one to notice."""
+
+    def leap(trainer, pl_module):
+        for group in pl_module.optimizer(model).param_groups:
+            group["lr"] = 1e15
+
+    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=1)
+    run = make_run(3, rollout=cut(2, 2), callbacks=[fails_in(hook, 1, leap), saver], enable_checkpointing=True)
+    with pytest.raises(StepError) as caught:
+        run.fit()
+    message = str(caught.value)
+    assert message.startswith(f"the {model} has diverged: what it gives to sample draw")
+    assert message.endswith(f"is not finite after {where}; lower the learning rate of model.{model}_optimizer")
+    assert all(torch.isfinite(tensor).all() for tensor in run.weights().values())
+    assert run.fake.versions == ([0, 1] if model == "policy" else [0, 1, 2])
+    (path,) = (tmp_path / "saved").iterdir()
+    assert torch.load(path, weights_only=True)["global_step"] == 1
+    assert_closed(run)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("model", "where"), [("policy", "PPO step 0 chunk 1"), ("critic", "critic epoch 0 of PPO step 0")]

@@ -218,11 +218,16 @@ def skip(**budgets):
             "critic_minibatches=5 is more than the 4 rows per rank ",
         ),
         (
-            {"policy_minibatches": 3},
+            {"policy_minibatches": 5},
             skip(max_consecutive_dropped_prompts=1),
-            "policy_minibatches=3 is more than the 2 ",
+            "policy_minibatches=5 is more than the 4 ",
         ),
-        ({"policy_minibatches": 3}, skip(max_dropped_prompts=99), "policy_minibatches=3 is more than the 2 rows "),
+        ({"policy_minibatches": 5}, skip(max_dropped_prompts=99), "policy_minibatches=5 is more than the 4 rows "),
+        (
+            {"policy_minibatches": 3},
+            skip(max_dropped_prompts=99, min_step_fraction=0.0),
+            "policy_minibatches=3 is more than the 2 rows ",
+        ),
         ({}, {"max_response_tokens": 64}, "max_response_tokens=64 "),
     ],
 )

@@ -100,24 +100,32 @@ def test_the_logged_rates_are_those_of_the_step(make_run):
 
 
 def test_one_forward_per_row_in_a_streaming_step(make_run, cut):
-    """The training forward is the old-log-prob forward; values are computed once per sample."""
+    """The training forward is the old-log-prob forward; values are computed once per sample.
+
+    One row more, after each update, tells whether the model has diverged.
+    """
     _, watch = fit(make_run, 2, rollout=cut(2, 1, 1), ppo_settings={"critic_ppo_epochs": 3})
-    assert watch.forward_rows == {("policy", True): 16, ("critic", False): 16, ("critic", True): 48}
+    assert watch.forward_rows == {
+        ("policy", False): 2,
+        ("policy", True): 16,
+        ("critic", False): 16 + 2,
+        ("critic", True): 48,
+    }
 
 
 def test_one_extra_forward_per_row_with_several_policy_epochs(make_run):
     _, watch = fit(make_run, ppo_settings={"ppo_epochs": 2})
     assert watch.forward_rows == {
-        ("policy", False): 8,
+        ("policy", False): 8 + 1,
         ("policy", True): 16,
-        ("critic", False): 8,
+        ("critic", False): 8 + 1,
         ("critic", True): 8,
     }
 
 
 def test_no_policy_forward_in_warmup(make_run, cut):
     _, watch = fit(make_run, 2, rollout=cut(2, 2), ppo_settings={"critic_warmup_steps": 2})
-    assert watch.forward_rows == {("critic", False): 16, ("critic", True): 16}
+    assert watch.forward_rows == {("critic", False): 16 + 2, ("critic", True): 16}
 
 
 @pytest.mark.parametrize("budget", [16, 10_000])
@@ -245,7 +253,7 @@ def test_old_logprobs_from_the_rollout(make_run, cut, chunks):
         assert row.old_logprobs is row.trajectory.rollout_logprobs
     (stats,) = watch.policy_stats[0]
     assert stats.ratio_mean < 0.5
-    assert ("policy", False) not in watch.forward_rows
+    assert watch.forward_rows["policy", False] == 1, "one row after the update"
 
 
 @pytest.mark.parametrize("critic_norm", [None, 1e-3])

@@ -199,12 +199,14 @@ class FakeServer:
         url: Its address.
         answers: Status and body by path; a function of the request's body in the place of the pair is called.
         calls: Paths (with query) that were asked for, with their bodies, in order.
+        key: The API key that it wants where vLLM does.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.calls: list[tuple[str, Any]] = []
         self.version = "default"
+        self.key: str | None = None
         self.closing = threading.Event()
         self.answers: dict[str, Answer | Callable[[Any], Answer | None]] = {
             "/health": (200, None),
@@ -226,6 +228,12 @@ class FakeServer:
                 fake.calls.append((self.path, body))
                 found = fake.answers.get(self.path.partition("?")[0], (404, {"detail": "Not Found"}))
                 answer = found(body) if callable(found) else found
+                if fake.key and self.path.startswith("/inference"):
+                    answer = (
+                        answer
+                        if self.headers["Authorization"] == f"Bearer {fake.key}"
+                        else (401, {"error": "Unauthorized"})
+                    )
                 if answer is None:
                     # closed without an answer
                     self.close_connection = True

@@ -56,6 +56,31 @@ def start_fakes(fake_server, make_spec, transfer_folder):
 REFIT = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
 
 
+def test_servers_that_want_an_api_key(fake_server, make_spec, transfer_folder, monkeypatch):
+    fake = fake_server()
+    fake.key = "right"
+    settings = {"transport": "file", "transfer_folder": str(transfer_folder), "start_timeout_s": 5.0}
+    for key in (None, "wrong"):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        if key is not None:
+            monkeypatch.setenv("VLLM_API_KEY", key)
+        engine = VLLMEngine(VLLMConfig(urls=(fake.url,), **settings))
+        with pytest.raises(EngineError, match="wants another API key; set VLLM_API_KEY in the trainer's environment"):
+            engine.start(make_spec())
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    # what stands in the settings of our servers goes before
+    for config in (
+        VLLMConfig(urls=(fake.url,), **settings, environment={"VLLM_API_KEY": "right"}),
+        VLLMConfig(urls=(fake.url,), **settings),
+    ):
+        engine = VLLMEngine(config)
+        engine.start(make_spec())
+        engine.update_weights(WEIGHTS, 1)
+        assert run(engine.generate(REQUEST)).policy_versions[0] == 1
+        engine.close()
+        monkeypatch.setenv("VLLM_API_KEY", "right")
+
+
 def test_update_is_the_same_steps_on_all_servers(start_fakes):
     engine, fakes = start_fakes(2)
     engine.update_weights(WEIGHTS, 1)

@@ -81,7 +81,9 @@ def family():
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_colocated_run_with_a_server_of_ours(tmp_path):
+def test_colocated_run_with_a_server_of_ours(tmp_path, monkeypatch):
+    # which the server finds as well, and asks for
+    monkeypatch.setenv("VLLM_API_KEY", "a secret")
     watch = Watch()
     rollout = {"min_groups_for_streaming_train": 16, "colocated": True, "temperature": 0.8}
     settings = {"critic_warmup_steps": 1}

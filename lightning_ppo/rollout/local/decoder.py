@@ -1,8 +1,8 @@
 """The fast decoder for Llama- and Qwen-style models: a static key-value cache and a batch of constant shape.
 
 A row's results do not depend on the other rows, bit for bit: the shapes of the matrices never change with the load,
-attention treats each row by itself (see `attention.py`), and the activation works on a padded width. The same holds for
-the prompts of a prefill (see `packing.py`).
+their rows come in whole blocks, attention treats each row by itself (see `attention.py`), and the activation works on a
+padded width. The same holds for the prompts of a prefill (see `packing.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,10 @@ from lightning_ppo.rollout.local.attention import CachedAttention
 from lightning_ppo.rollout.local.decoder_weights import LayerWeights, aligned_width
 from lightning_ppo.rollout.local.packing import Pack, PromptPacker
 from lightning_ppo.rollout.local.skeleton import Skeleton
+
+# MKL multiplies what is left beside blocks of four rows with other code, which rounds differently (seen on AMD's EPYC:
+# 1 to 3 rows, and with several threads 5 to 7 and 9 to 11).
+_BLOCK_ROWS = 4
 
 
 class NativeDecoder:
@@ -39,6 +43,7 @@ class NativeDecoder:
         config = skeleton.config
         self._skeleton = skeleton
         self._slots, self._context, self._device, self._dtype = slots, max_context_tokens, device, dtype
+        self._rows = -(-slots // _BLOCK_ROWS) * _BLOCK_ROWS
         self._hidden: int = config.hidden_size
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -47,7 +52,7 @@ class NativeDecoder:
         self._act = ACT2FN[config.hidden_act]
         inner = skeleton.shapes["model.layers.0.mlp.gate_proj.weight"][0]
         self.packer = PromptPacker(slots)
-        width = aligned_width(inner, (slots, self.packer.least_rows), num_threads)
+        width = aligned_width(inner, (self._rows, self.packer.least_rows), num_threads)
         self._layers = [LayerWeights(skeleton, i, width, device, dtype) for i in range(config.num_hidden_layers)]
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         self._embed = torch.empty(skeleton.vocab_size, self._hidden, **make)
@@ -55,10 +60,10 @@ class NativeDecoder:
         self._norm = torch.empty(self._hidden, **make)
         # Zeros, not empty: masked positions are multiplied by zero, which leaves NaN alone.
         self._cache = torch.zeros(
-            len(self._layers), 2, slots, self._kv_heads, max_context_tokens, self._head_dim, **make
+            len(self._layers), 2, self._rows, self._kv_heads, max_context_tokens, self._head_dim, **make
         )
         self._flat = self._cache.view(len(self._layers), 2, -1, self._head_dim)
-        self._base = torch.arange(slots * self._kv_heads, device=device)[:, None] * max_context_tokens
+        self._base = torch.arange(self._rows * self._kv_heads, device=device)[:, None] * max_context_tokens
         self._cos, self._sin = self._rotary()
         self._attention = CachedAttention(
             self._heads, self._kv_heads, self._head_dim, max_context_tokens, device, dtype
@@ -117,6 +122,8 @@ class NativeDecoder:
         Returns:
             `[slots, V]` float32.
         """
+        if self._rows > self._slots:
+            tokens, positions = (np.pad(each, (0, self._rows - self._slots)) for each in (tokens, positions))
         position = torch.from_numpy(positions).to(self._device)
         per_head = position[:, None].expand(-1, self._kv_heads).reshape(-1, 1)
         where = (self._base + per_head).view(-1)
@@ -131,8 +138,9 @@ class NativeDecoder:
             shape = (-1, self._context, self._head_dim)
             grouped = query.reshape(-1, self._heads // self._kv_heads, self._head_dim)
             mixed = self._attention.attend(grouped, keys.view(shape), values.view(shape), windows)
-            self._finish(layer, hidden, mixed.view(self._slots, -1))
-        return torch.mm(F.rms_norm(hidden, (self._hidden,), self._norm, self._eps), self._head).float()
+            self._finish(layer, hidden, mixed.view(self._rows, -1))
+        logits = torch.mm(F.rms_norm(hidden, (self._hidden,), self._norm, self._eps), self._head)
+        return logits[: self._slots].float()
 
     def _project(self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         normed = F.rms_norm(hidden, (self._hidden,), layer.input_norm, self._eps)

@@ -1,5 +1,6 @@
 """Settings of the vLLM engine: frozen dataclasses that check themselves. Nothing here imports vLLM."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -7,6 +8,8 @@ from urllib.parse import urlsplit
 from lightning_ppo.validation import check_choices, check_count, check_list, check_number, reject, require
 
 Transport = Literal["auto", "shared_memory", "file", "gloo", "nccl", "ipc"]
+API_KEY = "VLLM_API_KEY"
+"""The environment variable that vLLM takes its key from; never a setting, which would stand in saved configs."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,11 @@ class VLLMConfig:
     def is_external(self) -> bool:
         """Whether the servers are the user's."""
         return bool(self.urls)
+
+    @property
+    def api_key(self) -> str | None:
+        """What servers want as bearer token; servers that we start take it from the same variable."""
+        return self.environment.get(API_KEY) or os.environ.get(API_KEY) or None
 
     @property
     def num_devices(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from lightning_ppo.errors import EngineDiedError, EngineError
+from lightning_ppo.rollout.vllm.config import API_KEY
 from lightning_ppo.rollout.vllm.open_files import OpenFilesError, is_out_of_files
 
 _SLICE_S = 0.5
@@ -83,10 +84,18 @@ class Control:
         self._call("GET", "/health", timeout_s, watch=False)
 
     def takes_token_ids(self, timeout_s: float) -> bool:
-        """Whether the server answers requests in token ids; an empty one is refused by those that do."""
+        """Whether the server answers requests in token ids; an empty one is refused by those that do.
+
+        Raises:
+            EngineError: it wants an API key that we do not have.
+        """
         try:
             self._call("POST", "/inference/v1/generate", timeout_s, {})
         except RefusedError as error:
+            if error.status == http.HTTPStatus.UNAUTHORIZED:
+                raise EngineError(
+                    f"server {self.name} wants another API key; set {API_KEY} in the trainer's environment"
+                ) from None
             return error.status in (http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY)
         return True
 

@@ -4,6 +4,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,7 +76,7 @@ class VLLMEngine:
         self._can_sleep = can_sleep
         self._is_here = not config.is_external if is_here is None else is_here
         self._make_launcher = make_launcher or (lambda command: SubprocessLauncher(config, command, log_folder))
-        self._client = GenerationClient(config.request_timeout_s)
+        self._client = GenerationClient(config.request_timeout_s, config.api_key)
         self._recompute_kv_cache = recompute_kv_cache
         self._weights: WeightUpdate | None = None
         self._sleep: Sleep | None = None
@@ -114,7 +115,7 @@ class VLLMEngine:
                 self._folder = tempfile.TemporaryDirectory(prefix="lightning_ppo-")
                 folder = Path(self._folder.name)
                 launcher = self._make_launcher(ServerCommand.of(config, spec, folder, can_sleep=self._can_sleep))
-            self.fleet = Fleet(config, launcher, Control, self._push)
+            self.fleet = Fleet(config, launcher, partial(Control, api_key=config.api_key), self._push)
             self._sleep = Sleep(self.fleet, config.update_timeout_s, frees_memory=self._frees_memory)
             self.fleet.start(self._on_progress)
             for member in self.fleet.members():

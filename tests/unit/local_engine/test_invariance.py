@@ -41,6 +41,7 @@ def _bits(generation):
     [
         ("llama", 5, 96, torch.float32, 1),
         ("llama_biases", 7, 130, torch.float32, 1),
+        ("llama", 10, 96, torch.float32, 2),
         ("llama_gqa_tied", 16, 128, torch.float32, 2),
         ("llama_yarn", 3, 128, torch.float32, 1),
         ("qwen2", 1, 100, torch.float32, 1),

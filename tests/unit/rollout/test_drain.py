@@ -153,11 +153,11 @@ def test_a_reward_does_not_hold_the_drain_up_and_its_retry_waits_for_the_new_wei
     until(lambda: reward.waiting == 2)
     reward.error = ValueError("no service") if fails else None
     drain(collector)
-    assert collector._buffer.pending_count == 1
+    assert len(collector._buffer.pending()) == 1
     asked = len(engine.requests)
     reward.open()
     # ready, or failed and on its way to another attempt
-    until(lambda: collector._budget.retries == 1 if fails else collector._buffer.pending_count == 0)
+    until(lambda: collector._budget.retries == 1 if fails else len(collector._buffer.pending()) == 0)
     time.sleep(0.02)
     assert len(engine.requests) == asked, "generated during the weight update"
     finish(collector, engine, first, 1)
@@ -323,7 +323,7 @@ def test_an_update_in_flight_completes_while_a_rollout_is_stuck_in_its_reward(bu
     until(lambda: reward.waiting == 2)
     finish(collector, engine, first, 1)
     until(lambda: len(engine.requests) == 2 * 12)
-    assert collector._buffer.pending_count >= 1
+    assert len(collector._buffer.pending()) >= 1
     reward.open()
     groups = collector.next_groups(1, 0, lambda: None).groups
     assert [group.draw for group in groups] == [4, 5, 6, 7]

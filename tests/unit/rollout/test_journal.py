@@ -15,7 +15,7 @@ from lightning_ppo.batch import PromptGroup
 from lightning_ppo.errors import CheckpointError, RolloutError
 from lightning_ppo.rollout import journal as journal_module
 from lightning_ppo.rollout.group_codec import encode_group
-from lightning_ppo.rollout.journal import Journal, newest_version
+from lightning_ppo.rollout.journal import Journal
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.testing import char_tokenizer, make_group
 
@@ -313,7 +313,7 @@ def test_the_newest_version_is_that_of_generated_tokens() -> None:
         policy_versions=torch.tensor([3, 4, 9]),
         response_mask=torch.tensor([True, True, False]),
     )
-    assert newest_version(group) == 3
-    assert newest_version(dataclasses.replace(group, trajectories=(group.trajectories[0], row))) == 4
+    assert group.newest_version == 3
+    assert dataclasses.replace(group, trajectories=(group.trajectories[0], row)).newest_version == 4
     empty = dataclasses.replace(row, response_mask=torch.zeros(3, dtype=torch.bool))
-    assert newest_version(dataclasses.replace(group, trajectories=(empty,), start_version=7)) == 7
+    assert dataclasses.replace(group, trajectories=(empty,), start_version=7).newest_version == 7

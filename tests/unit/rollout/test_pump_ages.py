@@ -286,14 +286,14 @@ def test_the_bound_holds_whatever_takes_how_long(tokenizer: Any, run: dict[str, 
             with collector._buffer.changed:
                 buffer, counts = collector._buffer, collector._stream.ledger.counts()
                 assert buffer.occupied <= buffer._capacity
-                assert counts["in_flight"] == buffer.pending_count
+                assert counts["in_flight"] == len(buffer.pending())
                 assert counts["ready"] == buffer.ready_count
                 assert counts["claimed"] == len(buffer.claimed()) == 0
                 assert counts["trained"] == len(trained) == trainer.step * run["groups"]
     finally:
         collector.close()
     assert set(trained.values()) == {1}
-    assert collector._buffer.pending_count == 0
+    assert len(collector._buffer.pending()) == 0
     assert collector._stream.ledger.counts()["in_flight"] == 0
     assert not collector._responder.generating
     assert not engine._running

@@ -101,7 +101,7 @@ def assert_clean(collector: Any) -> None:
     """Nothing is left of any task: only finished groups have slots."""
     with collector._buffer.changed:
         buffer, pump, counts = collector._buffer, collector._pump, collector._stream.ledger.counts()
-        assert buffer.pending_count == counts["in_flight"] == counts["drawn"] == 0
+        assert len(buffer.pending()) == counts["in_flight"] == counts["drawn"] == 0
         assert buffer.occupied == buffer.ready_count + len(buffer.claimed())
         assert counts["ready"] == buffer.ready_count
         assert (pump._running, pump._outdated, len(pump._again)) == ({}, set(), 0)

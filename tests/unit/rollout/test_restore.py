@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_ppo.batch import PromptGroup, Trajectory
 from lightning_ppo.errors import CheckpointError
 from lightning_ppo.rollout.group_codec import encode_group
-from lightning_ppo.rollout.journal import newest_version
 from lightning_ppo.rollout.prompts import PromptSet
 from lightning_ppo.rollout.restore import RestorePlan, plan_restore
 from lightning_ppo.rollout.saved_rollouts import PendingDraw, SavedRollouts, decode_rollouts, encode_rollouts
@@ -327,7 +326,7 @@ def test_no_draw_is_lost_and_every_bound_holds(situation: dict[str, Any]) -> Non
         assert step <= target
         assert targets.count(target) <= situation["groups_per_step"]
     for item in result.ready:
-        assert newest_version(item) <= situation["policy_version"]
+        assert item.newest_version <= situation["policy_version"]
         trained_at = step if item.target_step is None else item.target_step
         assert window.policy_age(trained_at, item.oldest_version) <= window.max_age
         assert len(item.trajectories) == G

@@ -84,12 +84,12 @@ class Run:
         return sum(self.dispatch() for _ in range(self.config.buffer_capacity)) > 0
 
     def flush(self) -> bool:
-        return sum(self.commit() for _ in range(self.buffer.pending_count)) > 0
+        return sum(self.commit() for _ in range(len(self.buffer.pending()))) > 0
 
     def advance(self) -> bool:
         """All but one group are finished, and as many are trained as that allows."""
         self.fill()
-        while self.buffer.pending_count > 1:
+        while len(self.buffer.pending()) > 1:
             self.commit()
         return self.pick()
 
@@ -110,7 +110,7 @@ class Run:
         if not pending:
             return False
         slot = self.rng.choice(pending)
-        self.buffer.drop(slot.draw)
+        self.buffer.remove(slot.group_id)
         self.skipped.append(slot.draw)
         self.seen["skipped"] += 1
         self.kept.pop(slot.draw, None)
@@ -143,7 +143,7 @@ class Run:
 
     def close(self) -> bool:
         """End the step, complete or, with prompts that were dropped, short; new prompts start before it is released."""
-        claimed = self.buffer.claimed()
+        claimed = [group.draw for group in self.buffer.claimed()]
         if not claimed:
             return False
         self.step += 1
@@ -166,7 +166,8 @@ class Run:
                 assert rounds < 20, f"deadlock in step {self.step}: {self.buffer.describe()}"
 
     def check(self) -> None:
-        in_buffer = [group.draw for group in (*self.buffer.pending(), *self.buffer.ready())] + [*self.buffer.claimed()]
+        groups = (*self.buffer.pending(), *self.buffer.ready(), *self.buffer.claimed())
+        in_buffer = [group.draw for group in groups]
         everywhere = in_buffer + self.given_back + self.trained + self.skipped
         assert sorted(everywhere) == list(range(self.next_draw)), "a draw was lost, or is in two places"
         assert self.buffer.occupied == len(in_buffer) <= self.config.buffer_capacity

@@ -39,7 +39,7 @@ def walk(kind: type, window: VersionWindow, capacity: int) -> tuple[list[int], i
         # twice: while the last step still holds its slots (its critic trains), and after they were freed
         for held in (True, False):
             if not held:
-                buffer.release(buffer.claimed())
+                buffer.release(group.draw for group in buffer.claimed())
             while buffer.has_room and (waiting := waiting or sampler.admit(step)):
                 buffer.commit(
                     buffer.reserve(draw, make_prompt(), step, waiting.target_step).group_id, [ROWS[step]], step

@@ -74,7 +74,9 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss(kit, kind):
     model = _model(kit, kind)
     rig = kit.Rig(model, kit.config())
     handle = next(model.parameters()).register_hook(lambda grad: torch.full_like(grad, float("nan")))
-    with pytest.raises(StepError, match=rf"^{kind} gradient is not finite after PPO step 3 chunk 0, samples s0, s1$"):
+    with pytest.raises(
+        StepError, match=rf"^{kind} gradient is not finite after PPO step 3 chunk 0, samples s0, s1; look at "
+    ):
         rig.step([rows[:2], rows[2:]])
     handle.remove()
     assert rig.gradients == []
@@ -97,6 +99,37 @@ def test_a_gradient_that_overflows_in_the_sum_over_ranks(kit):
     assert all(parameter.grad is None for parameter in rig.model.parameters())
     rig.update.abort()
     rig.update.begin()
+
+
+def test_an_error_names_a_few_samples_of_many(kit):
+    rows = kit.random_rows(7, seed=71, dtype=torch.float32)
+    rig = kit.Rig(_model(kit, "policy"), kit.config())
+    next(rig.model.parameters()).register_hook(lambda grad: torch.full_like(grad, float("nan")))
+    with pytest.raises(StepError, match=r"chunk 0, samples s0, s1, s2, s3 and 3 more;"):
+        rig.step([rows])
+
+
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+class TestScores:
+    def test_of_a_model_that_has_diverged(self, kit, kind):
+        rows = kit.random_rows(3, seed=72, dtype=torch.float32)
+        rig = kit.Rig(_model(kit, kind), kit.config())
+        rig.update.check_scores(rows, "step 3")
+        shortest = min(rows, key=lambda row: row.trajectory.num_tokens).trajectory.sample_id
+        with torch.no_grad():
+            next(rig.model.parameters()).fill_(float("inf"))
+        with pytest.raises(StepError, match=rf"^the {kind} has diverged: what it gives to sample {shortest} is not "):
+            rig.update.check_scores(rows, "step 3")
+        assert rig.backward_passes == 0
+
+    def test_of_another_rank_end_this_one_too(self, kit, kind):
+        """One without rows of its own as well: it must not wait for ranks that have left."""
+        rows = kit.random_rows(3, seed=73, dtype=torch.float32)
+        ranks = Ranks(0, 2, lambda tensor: tensor.add_(1.0))
+        rig = kit.Rig(_model(kit, kind), kit.config(), ranks=ranks)
+        for mine in (rows, ()):
+            with pytest.raises(StepError, match=f"^the {kind} has diverged on another rank after step 3; see its err"):
+                rig.update.check_scores(mine, "step 3")
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
