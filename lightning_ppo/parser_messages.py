@@ -11,6 +11,9 @@ _CLASS_PROBLEM = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 
+_WITHOUT_CLASS = {"torch.optim.Optimizer": "AdamW", "Union": "lightning_ppo.schedulers.LinearWarmupDecay"}
+"""What jsonargparse takes for the class of an optimizer or a schedule when only its arguments were given."""
+
 
 def one_line(message: str) -> str:
     r"""Shorten a message of jsonargparse to one line.
@@ -80,6 +83,8 @@ def _shorten(text: str) -> str:
     problem = _CLASS_PROBLEM.search(rest)
     if value and problem:
         name = problem["given"] or _class_path(rest) or value[1]
+        if example := _WITHOUT_CLASS.get(name):
+            return f"{key} has arguments, but no class; give {key}={example} too, or another one"
         return f"{key}={name} does not fit; {_cause(problem['cause'])}"
     # an import path would do for a class, too, but is never what was meant
     expected = re.findall(r"Expected an? (?!path but|dot import)(.+?)(?:\. Got value|$)", rest, re.MULTILINE)

@@ -196,6 +196,14 @@ BAD = [
         ["--data.vllm", "[1]"],
         "data.vllm=[1] does not fit; give its settings one by one as data.vllm.NAME, or a file of",
     ),
+    (
+        ["--model.critic_optimizer.lr", "1e-3"],
+        "model.critic_optimizer has arguments, but no class; give model.critic_optimizer=AdamW too, or another one\n",
+    ),
+    (
+        ["--model.critic_scheduler.warmup_steps", "3"],
+        "model.critic_scheduler has arguments, but no class; give model.critic_scheduler=lightning_ppo.schedulers.Lin",
+    ),
     (["--data.rollout.failures", "null"], "data.rollout.failures=null does not fit; give its settings one by one as"),
     (["--seed_everything", "abc"], "seed_everything=abc does not fit; give bool or int\n"),
     (["--seed_everything", "-1"], "seed_everything=-1 is out of range; set a whole number from 0 to 4294967295\n"),
