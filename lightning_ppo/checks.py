@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import lightning as L
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
+from lightning_ppo.callbacks.step_checkpoint import StepCheckpoint
 from lightning_ppo.config import PPOConfig
 from lightning_ppo.errors import ConfigError
 from lightning_ppo.hooks import check_hook_names
@@ -106,13 +107,21 @@ def _check_trainer(trainer: L.Trainer) -> None:
     reload = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     if reload:
         raise reject("trainer.reload_dataloaders_every_n_epochs", reload, "would drop rollouts", "leave it at 0")
-    if any(isinstance(callback, OnExceptionCheckpoint) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-        raise reject(
-            "trainer.callbacks",
-            "OnExceptionCheckpoint",
-            "would save in the middle of a PPO step and resume from there",
-            "use ModelCheckpoint(every_n_train_steps=1)",
-        )
+    callbacks: Iterable[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        _check_saver(callback)
+
+
+def _check_saver(callback: Callback) -> None:
+    if isinstance(callback, OnExceptionCheckpoint):
+        why = "would save in the middle of a PPO step and resume from there"
+        raise reject("trainer.callbacks", "OnExceptionCheckpoint", why, "use ModelCheckpoint(every_n_train_steps=1)")
+    if not isinstance(callback, ModelCheckpoint) or isinstance(callback, StepCheckpoint):
+        return
+    if callback._every_n_train_steps > 0 and (callback.monitor or "").startswith("val/"):
+        name = type(callback).__name__
+        why = f"with monitor={callback.monitor} and every_n_train_steps ranks a step by the validation before it"
+        raise reject("trainer.callbacks", name, why, "use lightning_ppo.StepCheckpoint, or every_n_epochs")
 
 
 def _check_loaders(trainer: L.Trainer, datamodule: RolloutDataModule) -> None:

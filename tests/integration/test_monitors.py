@@ -3,16 +3,23 @@
 import warnings
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_ppo.callbacks import StepCheckpoint
 from lightning_ppo.console import fail_setting
+from lightning_ppo.errors import ConfigError
 
 VALIDATION = [{"prompt": "^ab="}]
 
 
-def each_step(folder, monitor, **settings):
-    return ModelCheckpoint(folder, monitor=monitor, every_n_train_steps=1, **settings)
+def each_step(folder, monitor, kind=ModelCheckpoint, **settings):
+    return kind(folder, monitor=monitor, every_n_train_steps=1, **settings)
+
+
+def each_validated(folder, monitor):
+    return each_step(folder, monitor, StepCheckpoint)
 
 
 def each_epoch(folder, monitor):
@@ -54,7 +61,7 @@ def fit(make_run, callbacks, steps=4, **settings):
         # Lightning would say it, too, with the names of all metrics
         (each_epoch, "rollout/rewrd_men", {}, 1, "did you mean rollout/reward_mean"),
         (lax, "rollout/rewrd_mean", {}, 1, "did you mean rollout/reward_mean"),
-        (each_step, "val/rewrd_mean", {"validation_prompts": VALIDATION}, 1, "did you mean val/reward_mean"),
+        (each_validated, "val/rewrd_mean", {"validation_prompts": VALIDATION}, 1, "did you mean val/reward_mean"),
         (
             lax,
             "val/rewrd_mean",
@@ -62,9 +69,9 @@ def fit(make_run, callbacks, steps=4, **settings):
             2,
             "did you mean val/reward_mean",
         ),
-        (each_step, "val/reward_mean", {}, 1, "give validation_prompts, which its metrics need"),
+        (each_validated, "val/reward_mean", {}, 1, "give validation_prompts, which its metrics need"),
         (
-            each_step,
+            each_validated,
             "val/reward_mean",
             {"validation_prompts": VALIDATION, "limit_val_batches": 0},
             1,
@@ -111,18 +118,14 @@ class Late(Callback):
     ],
 )
 def test_nothing_is_said_of_a_metric_that_comes(make_run, tmp_path, monitor, settings):
-    said, _ = fit(make_run, [each_step(tmp_path / "saved", monitor), Late()], **settings)
+    said, _ = fit(make_run, [each_validated(tmp_path / "saved", monitor), Late()], **settings)
     assert said == []
 
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("saves", [{}, {"every_n_train_steps": 1}])
-def test_where_lightning_ends_the_run_nothing_is_added(make_run, tmp_path, every, saves):
-    saver = ModelCheckpoint(tmp_path / "saved", monitor="val/rewrd_mean", **saves)
+def test_where_lightning_ends_the_run_nothing_is_added(make_run, tmp_path, every):
+    saver = ModelCheckpoint(tmp_path / "saved", monitor="val/rewrd_mean")
     for callback, error in ((EarlyStopping("val/rewrd_mean"), RuntimeError), (saver, MisconfigurationException)):
-        if callback is saver and saves and every == 1:
-            # the one that goes on: see above
-            continue
         with pytest.raises(error, match="val/rewrd_mean"):
             fit(make_run, [callback], validation_prompts=VALIDATION, check_val_every_n_epoch=every)
 
@@ -144,3 +147,65 @@ def test_every_fit_says_it(make_run, tmp_path):
         with pytest.warns(UserWarning, match="did you mean critic/loss") as caught:
             run.fit()
         assert len(caught) == 1
+
+
+# ---------------------------------------------------------------- ranked by what belongs to it
+
+SCORES = (0.1, 0.9, 0.3, 0.5, 0.7, 0.2)
+"""Of the policy after each PPO step."""
+
+
+class Score(Callback):
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.log("own/score", SCORES[max(0, trainer.global_step - 1)])
+
+
+def saved(folder):
+    return {path.name: torch.load(path, weights_only=True)["global_step"] for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize(
+    ("every", "validates", "steps", "best", "files"),
+    [
+        (1, 1, 4, 2, {"last.ckpt": 4, "step=2.ckpt": 2}),
+        (1, 2, 6, 2, {"last.ckpt": 6, "step=2.ckpt": 2}),
+        (2, 1, 6, 2, {"last.ckpt": 6, "step=2.ckpt": 2}),
+        # due after 2 and 4, validated after 3; the end is not validated
+        (2, 3, 4, 3, {"last.ckpt": 4, "step=3.ckpt": 3}),
+        # due after 3, validated after 5 with the first; the end has a number of its own
+        (3, 5, 6, 5, {"last.ckpt": 6, "step=5.ckpt": 5}),
+        # never due, but the end is validated
+        (9, 2, 4, 4, {"last.ckpt": 4, "step=4.ckpt": 4}),
+    ],
+)
+@pytest.mark.parametrize("save_last", ["link", True])
+def test_a_step_is_ranked_by_its_own_validation(
+    make_run, cut, tmp_path, every, validates, steps, best, files, save_last
+):
+    folder = tmp_path / "saved"
+    settings = {"monitor": "own/score", "mode": "max", "save_top_k": 1, "save_last": save_last}
+    saver = StepCheckpoint(folder, "{step}", every_n_train_steps=every, **settings)
+    run = make_run(
+        steps,
+        rollout=cut(2, 2, steps=steps),
+        callbacks=[Score(), saver],
+        enable_checkpointing=True,
+        validation_prompts=VALIDATION,
+        check_val_every_n_epoch=validates,
+        num_sanity_val_steps=1,
+    )
+    run.fit()
+    assert saved(folder) == files
+    assert saver.best_model_path.endswith(f"step={best}.ckpt")
+    assert float(saver.best_model_score) == pytest.approx(SCORES[best - 1])
+    assert (folder / "last.ckpt").is_symlink() == (save_last == "link" and files["last.ckpt"] == best)
+
+
+def test_lightnings_own_would_rank_it_by_the_validation_before(make_run, tmp_path):
+    run = make_run(1, callbacks=[each_step(tmp_path, "val/reward_mean")], enable_checkpointing=True)
+    with pytest.raises(ConfigError) as caught:
+        run.fit()
+    assert str(caught.value) == (
+        "trainer.callbacks=ModelCheckpoint with monitor=val/reward_mean and every_n_train_steps ranks a step by the "
+        "validation before it; use lightning_ppo.StepCheckpoint, or every_n_epochs"
+    )
