@@ -77,6 +77,23 @@ def test_kill_9_of_the_trainer_leaves_nothing(hold, words):
     assert all_gone([guard_pid, *pids])
 
 
+@pytest.mark.parametrize("who", ["trainer", "server", "guard told"])
+def test_shared_memory_of_what_was_killed_is_unlinked(hold, tmp_path, who):
+    """The tracker of the killed process does it, which ends only after everybody who could use the memory."""
+    name = tmp_path / "name"
+    holder, guard_pid, pids = hold("ignore_term", "session", f"memory={name}")
+    memory = wait_for(lambda: name.exists() and name.read_text() and Path("/dev/shm", name.read_text()))
+    assert memory.exists()
+    if who == "trainer":
+        holder.kill()
+    elif who == "server":
+        os.kill(pids[0], signal.SIGKILL)
+    else:
+        os.kill(guard_pid, signal.SIGTERM)
+    assert all_gone([guard_pid, *pids])
+    assert not memory.exists()
+
+
 def test_a_forked_child_of_the_trainer_does_not_keep_the_server_alive(hold):
     """It inherits the trainer's end of the socket, which therefore stays open."""
     holder, guard_pid, pids = hold("grandchild", "fork")

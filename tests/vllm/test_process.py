@@ -221,6 +221,16 @@ def test_a_log_without_an_error_has_no_cause(tmp_path):
     assert log.lines() == []
 
 
+def test_what_tidies_up_after_a_killed_server_is_not_the_end_of_its_log(launch, tmp_path):
+    text, name = tmp_path / "text", tmp_path / "name"
+    text.write_text("the last words")
+    server = launch("ignore_term", f"memory={name}", f"log={text}", log_path=tmp_path / "log")
+    wait_for(lambda: get(server.url, "/info"))
+    server.stop(kill=True)
+    assert "leaked shared_memory" in (tmp_path / "log").read_text()
+    assert server.describe_end() == "was ended by signal 9; last lines of its log: the last words"
+
+
 def test_the_kernel_gives_a_reserved_port_to_nobody_but_the_server():
     port = ReservedPort("127.0.0.1")
     others = [socket.socket() for _ in range(200)]
