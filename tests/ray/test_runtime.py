@@ -198,7 +198,7 @@ runtime = RayRuntime(RayConfig())
 runtime.start()
 
 class Command:
-    def __call__(self, index, host, port):
+    def __call__(self, index, host, port, folder):
         code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('up', flush=True); time.sleep(300)"
         return [sys.executable, "-c", code], dict(os.environ)
 

@@ -103,7 +103,7 @@ class World:
         launcher = None if self.config.urls else SubprocessLauncher(self.config, self.command)
         self.fleet = Fleet(self.config, launcher, FakeControl, self.push)
 
-    def command(self, index, host, port):
+    def command(self, index, host, port, folder):
         self.launched.append(index)
         words = self.words.get(index, [])
         return [sys.executable, FAKE, str(port), *(words.pop(0) if words else [])], dict(os.environ)

@@ -266,21 +266,44 @@ def test_cores_are_dealt_out(cores, servers, expected):
     assert [deal_cores(cores, servers, index) for index in range(servers)] == expected
 
 
-def command(index, host, port):
+def command(index, host, port, folder):
     return [sys.executable, FAKE, str(port)], dict(os.environ)
 
 
 def test_the_launcher_closes_what_it_started(tmp_path):
-    launcher = SubprocessLauncher(VLLMConfig(num_servers=2), command, tmp_path)
+    folders = []
+
+    def noting(index, host, port, folder):
+        folders.append(folder)
+        return command(index, host, port, folder)
+
+    launcher = SubprocessLauncher(VLLMConfig(num_servers=2), noting, tmp_path)
     servers = [launcher.launch(index) for index in range(2)]
     pids = [server.pid for server in servers]
+    assert len(set(folders)) == 2
+    assert all(folder.is_dir() for folder in folders)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["server_0.log", "server_1.log"]
     assert len({server.url for server in servers}) == 2
     launcher.close()
     launcher.close()
     assert all(is_gone(pid) for pid in pids)
+    assert not any(folder.exists() for folder in folders)
     with pytest.raises(EngineError, match="server_0 cannot start: its launcher is closed"):
         launcher.launch(0)
+
+
+def test_a_server_that_cannot_be_started_leaves_no_folder(tmp_path):
+    folders = []
+
+    def noting(index, host, port, folder):
+        folders.append(folder)
+        return command(index, host, port, folder)
+
+    (tmp_path / "logs").touch()
+    launcher = SubprocessLauncher(VLLMConfig(), noting, tmp_path / "logs")
+    with pytest.raises(EngineError, match=r"server_0 cannot start: .*logs"):
+        launcher.launch(0)
+    assert not folders[0].exists()
 
 
 def test_cores_that_this_machine_lacks_are_refused_before_anything_starts():

@@ -21,7 +21,7 @@ from lightning_ppo.rollout.vllm.launch import SubprocessLauncher
 
 folder = Path(sys.argv[1])
 
-def command(index, host, port):
+def command(index, host, port, folder):
     arguments = {
         "model": folder / "model", "host": host, "port": port, "dtype": "float32", "max-model-len": 64,
         "max-num-seqs": 4, "kv-cache-memory-bytes": 2**25, "load-format": "dummy", "served-model-name": "policy",

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -79,7 +78,6 @@ class VLLMEngine:
         self._recompute_kv_cache = recompute_kv_cache
         self._weights: WeightUpdate | None = None
         self._sleep: Sleep | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context = self._vocab_size = 0
         self._weights_are_gone = self._closed = False
 
@@ -111,9 +109,7 @@ class VLLMEngine:
         try:
             launcher = None
             if not config.is_external:
-                self._folder = tempfile.TemporaryDirectory(prefix="lightning_ppo-")
-                folder = Path(self._folder.name)
-                launcher = self._make_launcher(ServerCommand.of(config, spec, folder, can_sleep=self._can_sleep))
+                launcher = self._make_launcher(ServerCommand.of(config, spec, can_sleep=self._can_sleep))
             self.fleet = Fleet(config, launcher, Control, self._push)
             self._sleep = Sleep(self.fleet, config.update_timeout_s, frees_memory=self._frees_memory)
             self.fleet.start(self._on_progress)
@@ -143,8 +139,6 @@ class VLLMEngine:
         self._client.close()
         if self._weights is not None:
             self._weights.close()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     # ------------------------------------------------------------------ generation
 

@@ -1,12 +1,13 @@
 """A small process between the trainer and one server, so that no server outlives its trainer.
 
-`python -m lightning_ppo.rollout.vllm.guard FD TRAINER_PID GRACE_S CORES -- COMMAND...`
+`python -m lightning_ppo.rollout.vllm.guard FD TRAINER_PID GRACE_S CORES FOLDER -- COMMAND...`
 
 It starts the command in a session of its own, sends the command's process id over the socket FD, and ends with it. When
 the socket closes, the trainer is gone, or SIGTERM or SIGHUP arrives, it ends the command's whole process group: SIGTERM
 first, SIGKILL after GRACE_S. When the command ends by itself, what is left of its group is ended too (vLLM's EngineCore
 survives the death of the API server otherwise). Python's resource trackers go last: they unlink the shared memory of
-those that were killed. If the guard itself is killed, the kernel sends SIGTERM to the command.
+those that were killed. Then it removes FOLDER, the command's own. If the guard itself is killed, the kernel sends
+SIGTERM to the command.
 
 Ctrl-C is left to the trainer. Nothing heavy is imported: the trainer starts this file by path.
 """
@@ -16,6 +17,7 @@ import ctypes
 import glob
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -189,15 +191,25 @@ def main(arguments: Sequence[str]) -> int:
     """Run the guard.
 
     Args:
-        arguments: FD, TRAINER_PID, GRACE_S, CORES (comma-separated, may be empty), `--`, and the command.
+        arguments: FD, TRAINER_PID, GRACE_S, CORES (comma-separated, may be empty), FOLDER (may be empty), `--`, and the
+            command.
 
     Returns:
         The exit code.
     """
-    descriptor, trainer_pid, grace_s, cores, _, *argv = arguments
-    line = socket.socket(fileno=int(descriptor))
+    descriptor, trainer_pid, grace_s, cores, folder, _, *argv = arguments
+    try:
+        return _guard(
+            int(descriptor), int(trainer_pid), float(grace_s), {int(core) for core in cores.split(",") if core}, argv
+        )
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _guard(descriptor: int, trainer_pid: int, grace_s: float, wanted: set[int], argv: Sequence[str]) -> int:
+    line = socket.socket(fileno=descriptor)
     line.set_inheritable(False)
-    wanted = {int(core) for core in cores.split(",") if core}
     if wanted:
         reason = "this machine cannot pin processes"
         try:
@@ -210,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"vllm.cores={sorted(wanted)} cannot be had: {reason}; set cores of this machine", file=sys.stderr)
             return BAD_CORES
     try:
-        guard = Guard(line, int(trainer_pid), float(grace_s), argv)
+        guard = Guard(line, trainer_pid, grace_s, argv)
     except OSError as error:
         print(f"command={argv[0]} cannot be started: {error}", file=sys.stderr)
         return NO_COMMAND

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,6 +44,7 @@ class ServerProcess:
         cores: Sequence[int] = (),
         log_path: Path | None = None,
         grace_s: float = 5.0,
+        folder: Path | None = None,
     ) -> None:
         """Start it and return at once.
 
@@ -55,6 +57,7 @@ class ServerProcess:
             cores: CPU cores that it is pinned to; empty leaves it free.
             log_path: File its output is appended to; None keeps it in a temporary file without a name.
             grace_s: How long it may take to end after SIGTERM.
+            folder: Its own, which goes with it, even if this process does not see that.
 
         Raises:
             OSError: the log cannot be opened, or no process can be started.
@@ -63,12 +66,13 @@ class ServerProcess:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port.number}"
         self._port = port
         self._grace_s = grace_s
+        self._folder = folder
         self._lock = threading.Lock()
         self._pid: int | None = None
         self._pid_lock = threading.Lock()
         self._log = ServerLog(log_path)
         self._line, theirs = socket.socketpair()
-        settings = ("0", str(os.getpid()), str(grace_s), ",".join(str(core) for core in cores))
+        settings = ("0", str(os.getpid()), str(grace_s), ",".join(str(core) for core in cores), str(folder or ""))
         try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, *settings, "--", *argv],
@@ -161,6 +165,9 @@ class ServerProcess:
                     os.killpg(pid, signal.SIGKILL)
             self._line.close()
             self._port.release()
+            if self._folder is not None:
+                # Nothing is left of it, unless the guard was killed.
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Stop it and close its log; may be called again."""
