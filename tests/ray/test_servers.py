@@ -125,7 +125,7 @@ def test_two_servers_start_answer_and_stop(launch, info):
     assert [one["env"]["FAKE"] for one in found] == ["0", "1"]
     assert all(server.is_alive() and not server.port_taken() for server in servers)
     assert servers[0].log_tail(3) == ["hello"]
-    assert servers[0].describe_end() == "is running; last lines of its log: hello"
+    assert servers[0].describe_end() == "was still running; last lines of its log: hello"
 
     servers[0].stop()
     servers[0].stop()

@@ -1,13 +1,16 @@
 """The whole engine: one real server, and fleets of pretended ones that fail."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from processes import wait_for
 
 from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
@@ -450,6 +453,47 @@ def test_a_proof_goes_on_when_the_replacement_dies_too(start_ours):
     dies(fake)
     assert set(run(engine.probe(REQUEST))["server_0"].policy_versions) == {1}
     assert (len(deaths), engine.restarts) == (2, 2)
+
+
+def test_a_death_with_many_requests_in_flight_is_one_warning(start_ours, caplog):
+    caplog.set_level(logging.WARNING, "lightning_ppo")
+    engine, (fake,) = start_ours()
+    fake.answers["/inference/v1/generate"] = fake.hang
+
+    async def ask():
+        requests = [replace(REQUEST, request_id=f"draw{number}_g0") for number in range(8)]
+        jobs = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while fake.paths().count("/inference/v1/generate") < len(jobs):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.close)
+        return await asyncio.gather(*jobs)
+
+    assert len(run(ask())) == 8
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "is dead" in line and "requests that are sent again: 8" in line]
+    assert sum("requests that are sent again" in line for line in lines) == 1
+    # the first one that failed, unless the death was seen before it
+    assert sum("request draw" in line for line in lines) <= 1
+
+
+def test_a_death_of_a_server_of_the_users_is_one_warning_too(start_fakes, caplog):
+    engine, (fake, _) = start_fakes(2, probe_interval_s=60.0)
+    engine.update_weights(WEIGHTS, 1)
+    fake.answers["/inference/v1/generate"] = fake.hang
+
+    async def ask():
+        jobs = [asyncio.create_task(engine.generate(replace(REQUEST, request_id=f"draw{n}_g0"))) for n in range(8)]
+        while fake.paths().count("/inference/v1/generate") < 4:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.close)
+        return await asyncio.gather(*jobs)
+
+    assert len(run(ask())) == 8
+    member = engine.fleet.members()[0]
+    wait_for(lambda: member.state is MemberState.QUARANTINED)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("request draw" in line for line in lines) == 1
+    assert sum("is quarantined" in line and "requests that are sent again: " in line for line in lines) == 1
 
 
 def test_order_of_calls(start_fakes, make_spec):

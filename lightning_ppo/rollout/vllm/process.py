@@ -121,10 +121,10 @@ class ServerProcess:
         return not self.is_alive() and self._log.port_taken()
 
     def describe_end(self) -> str:
-        """One line: how it ended, why if its log says so, and the last lines of its log."""
+        """One line: how it ended, or that it did not; why if its log says so; and the last lines of its log."""
         code = self._guard.poll()
         if code is None:
-            end = "is running"
+            end = "was still running"
         elif code == guard.BAD_CORES:
             end = "could not be pinned"
         elif code == guard.NO_COMMAND:
