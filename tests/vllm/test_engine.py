@@ -422,6 +422,41 @@ def test_the_first_refit_of_a_server_of_ours_that_takes_too_long_is_an_error(sta
         start_ours()
 
 
+def test_a_number_that_nobody_took_is_not_that_of_a_replacement(start_ours):
+    engine, (fake, *_) = start_ours()
+    fake.answers["/update_weight_version"] = (500, {"error": {"message": "no"}})
+    with pytest.raises(EngineError, match="no vLLM server serves policy version 2"):
+        engine.update_weights((), 2)
+    assert engine.fleet.version == 1
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {1}
+    assert engine.restarts == 1
+
+
+def test_weights_that_nobody_took_are_not_given_to_a_replacement(start_ours):
+    engine, (fake, *_) = start_ours(max_restarts=1)
+    fake.answers["/update_weights"] = (500, {"error": {"message": "no"}})
+    with pytest.raises(EngineError, match="no vLLM server serves policy version 2"):
+        engine.update_weights(WEIGHTS, 2)
+    with pytest.raises(EngineDiedError, match="cannot get weights: the last update was not completed"):
+        run(engine.generate(REQUEST))
+
+
+def test_an_update_that_breaks_off_is_called_by_its_version(start_ours, caplog):
+    engine, _ = start_ours(bucket_bytes=1, max_restarts=10)
+
+    def breaks_off():
+        yield from WEIGHTS
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.update_weights(breaks_off(), 2)
+    assert engine.fleet.version == 1
+    assert "is quarantined: the update to policy version 2 broke off" in caplog.text
+    assert "policy version 1" not in caplog.text
+    engine.update_weights(WEIGHTS, 3)
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {3}
+
+
 def test_servers_that_hang_when_they_should_sleep_or_wake_are_restarted(start_ours):
     engine, (fake,) = start_ours()
     fake.answers["/pause"] = fake.hang

@@ -78,9 +78,10 @@ def test_stop_leaves_nothing(launch, words, kill):
     server.close()
 
 
-def test_stop_without_the_guard(launch):
+def test_stop_without_the_guard(launch, tmp_path):
     """The guard is gone and the server ignores SIGTERM: the trainer ends the group itself."""
-    server = launch("ignore_term", "grandchild")
+    (tmp_path / "own").mkdir()
+    server = launch("ignore_term", "grandchild", folder=tmp_path / "own")
     child = wait_for(lambda: get(server.url, "/info"))["child"]
     os.kill(server.guard_pid, signal.SIGKILL)
     wait_for(lambda: not server.is_alive())
@@ -88,6 +89,7 @@ def test_stop_without_the_guard(launch):
     server.stop()
     wait_for(lambda: is_gone(server.pid) and is_gone(child))
     assert "lost its guard (signal 9)" in server.describe_end()
+    assert not (tmp_path / "own").exists()
 
 
 def test_a_stopped_guard_does_not_hold_up_stop(launch, monkeypatch):

@@ -186,7 +186,8 @@ class Fleet(Generic[C]):
 
         Yields the members to refit, perhaps none. Set `member.version = None` before its weights are touched, and
         `member.version = version` once it has confirmed. At the end `version` is current, and members without it are
-        condemned. After an exception the old version stays current, and members that lost it are condemned. Servers
+        condemned. After an exception the old version stays current, and members that lost it are condemned: they may
+        have some weights of the new one. Servers
         that are not among the members get the weights by `push` later: from the end of the block on `push` must send
         the current ones.
 
@@ -199,15 +200,15 @@ class Fleet(Generic[C]):
         """
         with self._gate.hold(self._config.update_timeout_s if limit_s is None else limit_s):
             members = self._roster.serving()
-            current = self._gate.version
+            current, why = self._gate.version, f"the update to policy version {version} broke off"
             try:
                 yield members
-                current = version
+                current, why = version, f"it does not serve policy version {version}"
             finally:
                 self._gate.version = current
                 for member in members:
                     if member.version != current and member.state is not MemberState.DEAD:
-                        self.condemn(member, f"it does not serve policy version {current}")
+                        self.condemn(member, why)
 
     @contextmanager
     def falling_asleep(self, limit_s: float) -> Iterator[tuple[Member[C], ...]]:
