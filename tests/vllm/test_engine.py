@@ -485,6 +485,7 @@ def test_a_proof_goes_on_when_the_replacement_dies_too(start_ours):
             fake.answers["/inference/v1/generate"] = generate
 
     engine, (fake,) = start_ours(prepare=dies)
+    assert engine.describe() == f"server_0 ({fake.url}) serving"
     dies(fake)
     assert set(run(engine.probe(REQUEST))["server_0"].policy_versions) == {1}
     assert (len(deaths), engine.restarts) == (2, 2)
@@ -543,6 +544,7 @@ def test_order_of_calls(start_fakes, make_spec):
         with pytest.raises(EngineDiedError, match="is closed"):
             call()
     fresh = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)))
+    assert fresh.describe() == "no vLLM server was started"
     with pytest.raises(EngineError, match="call start first"):
         fresh.check_health()
     fresh.close()

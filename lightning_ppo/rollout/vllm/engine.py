@@ -129,6 +129,10 @@ class VLLMEngine:
         """
         self._running().check_health()
 
+    def describe(self) -> str:
+        """Name every server and its state."""
+        return "no vLLM server was started" if self.fleet is None else self.fleet.describe()
+
     def close(self) -> None:
         """Stop our servers and fail what is still pending; safe to call twice and after a failure."""
         if self._closed:
