@@ -19,7 +19,7 @@ from lightning_ppo.rollout.vllm.server_log import ServerLog
 
 _PID_WAIT_S = 20.0
 _PID_POLL_S = 0.1
-_PATIENCE_S = 5.0
+_PATIENCE_S = 7.0
 _DESCRIBED_LINES = 3
 
 
