@@ -196,6 +196,10 @@ class FakeEngine:
         """
         self._check_alive()
 
+    def describe(self) -> str:
+        """Say what it is."""
+        return "FakeEngine"
+
     def close(self) -> None:
         """Remember that it was called."""
         self.closed = True

@@ -133,6 +133,10 @@ class Engine(Protocol):
         """
         ...
 
+    def describe(self) -> str:
+        """Say in one line what there is and how it is; for messages about what takes too long."""
+        ...
+
     def close(self) -> None:
         """Stop the engine; safe to call twice and after a failure."""
         ...

@@ -184,7 +184,7 @@ class SampleJobs:
 
         Args:
             request: What to answer.
-            timeout_s: Deadline for all replicas together.
+            timeout_s: Deadline for all replicas together, restarts included.
             poll: See `sample`.
 
         Raises:
@@ -192,7 +192,12 @@ class SampleJobs:
             EngineError: a replica failed.
         """
         return self._thread.wait(
-            self._probe(request), "probe responses", timeout_s, lambda: self._check(poll), poll_s=0.2
+            self._probe(request),
+            # a replica may be on its way up again, which counts
+            lambda: f"probe responses of {self._engine.describe()}",
+            timeout_s,
+            lambda: self._check(poll),
+            poll_s=0.2,
         )
 
     async def _probe(self, request: GenerationRequest) -> Mapping[str, Generation]:

@@ -1,5 +1,6 @@
 """The proof of a refit, with an engine whose log-probs are those of the weights that it was sent, in float32."""
 
+import asyncio
 import copy
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import lightning_ppo as ppo
-from lightning_ppo.errors import EngineError
+from lightning_ppo.errors import EngineError, RolloutError
 from lightning_ppo.testing import FakeEngine
 
 
@@ -55,4 +56,17 @@ def test_the_precision_of_training_is_not_that_of_the_proof(precision, proving_r
 def test_other_weights_are_found(proving_run):
     run = proving_run(shift=0.002, precision="bf16-mixed")
     with pytest.raises(EngineError, match=r"scoring differs by 0.002 in a log-prob"):
+        run.fit()
+
+
+def test_a_proof_that_takes_too_long_says_how_the_engine_is(proving_run, monkeypatch):
+    async def hang(*_):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(ScoringEngine, "probe", hang)
+    monkeypatch.setattr(ScoringEngine, "describe", lambda self: "server_0 starting")
+    run = proving_run(rollout={"timeout_s": 0.3})
+    with pytest.raises(
+        RolloutError, match=r"^probe responses of server_0 starting were not finished within timeout_s="
+    ):
         run.fit()

@@ -56,7 +56,7 @@ def launch(runtime, tmp_path):
         words: tuple[str, ...]
         environment: dict[str, str] = field(default_factory=dict)
 
-        def __call__(self, index, host, port):
+        def __call__(self, index, host, port, folder):
             argv = [sys.executable, "-S", str(script), host, str(port), *self.words]
             return argv, {**os.environ, "FAKE": str(index)}
 
@@ -125,7 +125,7 @@ def test_two_servers_start_answer_and_stop(launch, info):
     assert [one["env"]["FAKE"] for one in found] == ["0", "1"]
     assert all(server.is_alive() and not server.port_taken() for server in servers)
     assert servers[0].log_tail(3) == ["hello"]
-    assert servers[0].describe_end() == "is running; last lines of its log: hello"
+    assert servers[0].describe_end() == "was still running; last lines of its log: hello"
 
     servers[0].stop()
     servers[0].stop()
@@ -201,7 +201,7 @@ def test_a_server_that_ends_by_itself_says_why(launch, tmp_path):
 
 def test_what_cannot_be_started_is_one_line(launch):
     class Broken:
-        def __call__(self, index, host, port):
+        def __call__(self, index, host, port, folder):
             raise ValueError(f"no model for {index}")
 
     server = launch(command=Broken()).launch(0)
@@ -333,7 +333,7 @@ os.environ["RAY_AUTH_TOKEN"] = "0" * 64
 ray.init(address="local", num_cpus=2, num_gpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
 
 class Command:
-    def __call__(self, index, host, port):
+    def __call__(self, index, host, port, own_folder):
         code = "import os, sys, time; open(sys.argv[1], 'w').write(os.environ['CUDA_VISIBLE_DEVICES']); time.sleep(300)"
         return [sys.executable, "-S", "-c", code, str(folder / str(index))], dict(os.environ)
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 SLEEP = "import time; time.sleep(120)"
@@ -52,6 +53,9 @@ if __name__ == "__main__":
             child = subprocess.Popen([sys.executable, "-S", "-c", SLEEP], start_new_session=word == "session").pid
         if word.startswith("pids="):
             Path(word[5:]).write_text(json.dumps([os.getpid(), child]))
+        if word.startswith("memory="):
+            memory = SharedMemory(create=True, size=1000)
+            Path(word[7:]).write_text(memory.name)
         if word.startswith("log="):
             print(Path(word[4:]).read_text(), flush=True)
         if word.startswith("exit="):

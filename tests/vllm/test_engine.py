@@ -1,13 +1,16 @@
 """The whole engine: one real server, and fleets of pretended ones that fail."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from processes import wait_for
 
 from lightning_ppo.errors import ConfigError, EngineDiedError, EngineError
 from lightning_ppo.rollout.engine import GenerationRequest, SamplingParams
@@ -444,6 +447,41 @@ def test_the_first_refit_of_a_server_of_ours_that_takes_too_long_is_an_error(sta
         start_ours()
 
 
+def test_a_number_that_nobody_took_is_not_that_of_a_replacement(start_ours):
+    engine, (fake, *_) = start_ours()
+    fake.answers["/update_weight_version"] = (500, {"error": {"message": "no"}})
+    with pytest.raises(EngineError, match="no vLLM server serves policy version 2"):
+        engine.update_weights((), 2)
+    assert engine.fleet.version == 1
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {1}
+    assert engine.restarts == 1
+
+
+def test_weights_that_nobody_took_are_not_given_to_a_replacement(start_ours):
+    engine, (fake, *_) = start_ours(max_restarts=1)
+    fake.answers["/update_weights"] = (500, {"error": {"message": "no"}})
+    with pytest.raises(EngineError, match="no vLLM server serves policy version 2"):
+        engine.update_weights(WEIGHTS, 2)
+    with pytest.raises(EngineDiedError, match="cannot get weights: the last update was not completed"):
+        run(engine.generate(REQUEST))
+
+
+def test_an_update_that_breaks_off_is_called_by_its_version(start_ours, caplog):
+    engine, _ = start_ours(bucket_bytes=1, max_restarts=10)
+
+    def breaks_off():
+        yield from WEIGHTS
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        engine.update_weights(breaks_off(), 2)
+    assert engine.fleet.version == 1
+    assert "is quarantined: the update to policy version 2 broke off" in caplog.text
+    assert "policy version 1" not in caplog.text
+    engine.update_weights(WEIGHTS, 3)
+    assert set(run(engine.generate(REQUEST)).policy_versions) == {3}
+
+
 def test_servers_that_hang_when_they_should_sleep_or_wake_are_restarted(start_ours):
     engine, (fake,) = start_ours()
     fake.answers["/pause"] = fake.hang
@@ -472,9 +510,51 @@ def test_a_proof_goes_on_when_the_replacement_dies_too(start_ours):
             fake.answers["/inference/v1/generate"] = generate
 
     engine, (fake,) = start_ours(prepare=dies)
+    assert engine.describe() == f"server_0 ({fake.url}) serving"
     dies(fake)
     assert set(run(engine.probe(REQUEST))["server_0"].policy_versions) == {1}
     assert (len(deaths), engine.restarts) == (2, 2)
+
+
+def test_a_death_with_many_requests_in_flight_is_one_warning(start_ours, caplog):
+    caplog.set_level(logging.WARNING, "lightning_ppo")
+    engine, (fake,) = start_ours()
+    fake.answers["/inference/v1/generate"] = fake.hang
+
+    async def ask():
+        requests = [replace(REQUEST, request_id=f"draw{number}_g0") for number in range(8)]
+        jobs = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while fake.paths().count("/inference/v1/generate") < len(jobs):
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.close)
+        return await asyncio.gather(*jobs)
+
+    assert len(run(ask())) == 8
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "is dead" in line and "requests that are sent again: 8" in line]
+    assert sum("requests that are sent again" in line for line in lines) == 1
+    # the first one that failed, unless the death was seen before it
+    assert sum("request draw" in line for line in lines) <= 1
+
+
+def test_a_death_of_a_server_of_the_users_is_one_warning_too(start_fakes, caplog):
+    engine, (fake, _) = start_fakes(2, probe_interval_s=60.0)
+    engine.update_weights(WEIGHTS, 1)
+    fake.answers["/inference/v1/generate"] = fake.hang
+
+    async def ask():
+        jobs = [asyncio.create_task(engine.generate(replace(REQUEST, request_id=f"draw{n}_g0"))) for n in range(8)]
+        while fake.paths().count("/inference/v1/generate") < 4:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(fake.close)
+        return await asyncio.gather(*jobs)
+
+    assert len(run(ask())) == 8
+    member = engine.fleet.members()[0]
+    wait_for(lambda: member.state is MemberState.QUARANTINED)
+    lines = [record.getMessage() for record in caplog.records]
+    assert sum("request draw" in line for line in lines) == 1
+    assert sum("is quarantined" in line and "requests that are sent again: " in line for line in lines) == 1
 
 
 def test_order_of_calls(start_fakes, make_spec):
@@ -489,6 +569,7 @@ def test_order_of_calls(start_fakes, make_spec):
         with pytest.raises(EngineDiedError, match="is closed"):
             call()
     fresh = VLLMEngine(VLLMConfig(urls=("http://127.0.0.1:9",)))
+    assert fresh.describe() == "no vLLM server was started"
     with pytest.raises(EngineError, match="call start first"):
         fresh.check_health()
     fresh.close()

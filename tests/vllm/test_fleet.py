@@ -103,7 +103,7 @@ class World:
         launcher = None if self.config.urls else SubprocessLauncher(self.config, self.command)
         self.fleet = Fleet(self.config, launcher, FakeControl, self.push)
 
-    def command(self, index, host, port):
+    def command(self, index, host, port, folder):
         self.launched.append(index)
         words = self.words.get(index, [])
         return [sys.executable, FAKE, str(port), *(words.pop(0) if words else [])], dict(os.environ)
@@ -446,9 +446,13 @@ def test_streaks_of_failures_are_forgotten_after_a_success(make_world, failures)
     assert world.fleet.restarts == 0
 
 
-def test_a_hung_server_is_restarted(make_world, caplog):
+def test_a_hung_server_is_restarted(make_world, caplog, tmp_path):
     caplog.set_level(logging.INFO, "lightning_ppo")
-    world = make_world(num_servers=2)
+    log = tmp_path / "text"
+    log.write_text("the last words")
+    world = make_world(start=False, num_servers=2)
+    world.words = {0: [[f"log={log}"]]}
+    world.fleet.start()
     world.refit(3)
     member = world.fleet.members()[0]
     pid = member.control.info()["pid"]
@@ -456,7 +460,11 @@ def test_a_hung_server_is_restarted(make_world, caplog):
     wait_for(lambda: world.fleet.members()[0] is not member and world.states() == [SERVING, SERVING])
     assert is_gone(pid)
     assert world.fleet.members()[0].version == 3
-    assert any("hangs: 4 probes in a row failed" in record.getMessage() for record in caplog.records)
+    (line,) = [
+        line for line in map(logging.LogRecord.getMessage, caplog.records) if "server_0" in line and "dead" in line
+    ]
+    assert "hangs: 4 probes in a row failed" in line
+    assert line.endswith("; it was still running; last lines of its log: the last words")
 
 
 def test_a_slow_server_does_not_hold_up_the_probes_of_others(make_world):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,12 +23,15 @@ import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from lightning_ppo.rollout.vllm.port import ReservedPort
 from lightning_ppo.rollout.vllm.process import ServerProcess
+from lightning_ppo.rollout.vllm.server_folder import make_server_folder
 port = ReservedPort("127.0.0.1")
 argv = [sys.executable, sys.argv[1], str(port.number), *sys.argv[2:]]
-server = ServerProcess("server_0", argv, os.environ, port=port, grace_s=0.5)
+folder = make_server_folder()
+(folder / "socket").touch()
+server = ServerProcess("server_0", argv, os.environ, port=port, grace_s=0.5, folder=folder)
 if "fork" in sys.argv and os.fork() == 0:
     time.sleep(60)
-print(server.guard_pid, server.pid, flush=True)
+print(server.guard_pid, server.pid, folder, flush=True)
 time.sleep(60)
 """
 
@@ -35,7 +39,7 @@ time.sleep(60)
 @pytest.fixture
 def hold(tmp_path):
     """Start a holder of a fake server; gives (holder, pid of the guard, pids of the server and its child)."""
-    holders, seen = [], []
+    holders, seen, folders = [], [], []
 
     def start(*words, **popen):
         pids = tmp_path / "pids"
@@ -47,12 +51,17 @@ def hold(tmp_path):
             **popen,
         )
         holders.append(holder)
-        guard_pid, pid = map(int, holder.stdout.readline().split())
+        *numbers, folder = holder.stdout.readline().split()
+        guard_pid, pid = map(int, numbers)
+        folders.append(Path(folder))
+        assert folders[-1].is_dir()
         server, child = wait_for(lambda: json.loads(pids.read_text()) if pids.exists() and pids.read_text() else None)
         assert server == pid
         seen.extend(pid for pid in (guard_pid, server, child) if pid is not None)
         return holder, guard_pid, [pid for pid in (server, child) if pid is not None]
 
+    start.left = []
+    start.folders = folders
     yield start
     for holder in holders:
         with contextlib.suppress(ProcessLookupError):
@@ -62,6 +71,11 @@ def hold(tmp_path):
     for pid in seen:
         if not is_gone(pid):
             os.kill(pid, signal.SIGKILL)
+    # that of a server whose guard was killed as well is left
+    has_folder = [folder for folder in folders if folder.exists()]
+    for folder in has_folder:
+        shutil.rmtree(folder)
+    assert has_folder == start.left
 
 
 def all_gone(pids):
@@ -75,6 +89,23 @@ def test_kill_9_of_the_trainer_leaves_nothing(hold, words):
     assert not any(is_gone(pid) for pid in [guard_pid, *pids])
     holder.kill()
     assert all_gone([guard_pid, *pids])
+
+
+@pytest.mark.parametrize("who", ["trainer", "server", "guard told"])
+def test_shared_memory_of_what_was_killed_is_unlinked(hold, tmp_path, who):
+    """The tracker of the killed process does it, which ends only after everybody who could use the memory."""
+    name = tmp_path / "name"
+    holder, guard_pid, pids = hold("ignore_term", "session", f"memory={name}")
+    memory = wait_for(lambda: name.exists() and name.read_text() and Path("/dev/shm", name.read_text()))
+    assert memory.exists()
+    if who == "trainer":
+        holder.kill()
+    elif who == "server":
+        os.kill(pids[0], signal.SIGKILL)
+    else:
+        os.kill(guard_pid, signal.SIGTERM)
+    assert all_gone([guard_pid, *pids])
+    assert not memory.exists()
 
 
 def test_a_forked_child_of_the_trainer_does_not_keep_the_server_alive(hold):
@@ -95,6 +126,7 @@ def test_kill_9_of_the_guard_ends_the_server_politely(hold):
     _, guard_pid, (server,) = hold()
     os.kill(guard_pid, signal.SIGKILL)
     assert all_gone([server])
+    hold.left.extend(hold.folders)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -143,17 +175,17 @@ def run_guard(*arguments):
     [("raise SystemExit(7)", 7), ("pass", 0), ("import os; os.kill(os.getpid(), 9)", 128 + 9)],
 )
 def test_the_exit_code_is_the_commands(code, expected):
-    assert run_guard("", "--", sys.executable, "-S", "-c", code).returncode == expected
+    assert run_guard("", "", "--", sys.executable, "-S", "-c", code).returncode == expected
 
 
 def test_a_command_that_does_not_exist():
-    result = run_guard("", "--", "/no/such/command")
+    result = run_guard("", "", "--", "/no/such/command")
     assert result.returncode == guard.NO_COMMAND
     assert "command=/no/such/command cannot be started" in result.stderr
 
 
 def test_cores_that_do_not_exist():
-    result = run_guard("0,99999", "--", sys.executable, "-c", "print('started')")
+    result = run_guard("0,99999", "", "--", sys.executable, "-c", "print('started')")
     assert result.returncode == guard.BAD_CORES
     assert "vllm.cores=[0, 99999] cannot be had" in result.stderr
     assert "started" not in result.stdout
@@ -162,4 +194,4 @@ def test_cores_that_do_not_exist():
 def test_the_command_may_be_interrupted():
     """A signal that the guard ignored would be ignored in the command, too."""
     code = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    assert run_guard("", "--", sys.executable, "-S", "-c", code).stdout.strip() == "True"
+    assert run_guard("", "", "--", sys.executable, "-S", "-c", code).stdout.strip() == "True"

@@ -78,9 +78,10 @@ def test_stop_leaves_nothing(launch, words, kill):
     server.close()
 
 
-def test_stop_without_the_guard(launch):
+def test_stop_without_the_guard(launch, tmp_path):
     """The guard is gone and the server ignores SIGTERM: the trainer ends the group itself."""
-    server = launch("ignore_term", "grandchild")
+    (tmp_path / "own").mkdir()
+    server = launch("ignore_term", "grandchild", folder=tmp_path / "own")
     child = wait_for(lambda: get(server.url, "/info"))["child"]
     os.kill(server.guard_pid, signal.SIGKILL)
     wait_for(lambda: not server.is_alive())
@@ -88,6 +89,7 @@ def test_stop_without_the_guard(launch):
     server.stop()
     wait_for(lambda: is_gone(server.pid) and is_gone(child))
     assert "lost its guard (signal 9)" in server.describe_end()
+    assert not (tmp_path / "own").exists()
 
 
 def test_a_stopped_guard_does_not_hold_up_stop(launch, monkeypatch):
@@ -221,6 +223,16 @@ def test_a_log_without_an_error_has_no_cause(tmp_path):
     assert log.lines() == []
 
 
+def test_what_tidies_up_after_a_killed_server_is_not_the_end_of_its_log(launch, tmp_path):
+    text, name = tmp_path / "text", tmp_path / "name"
+    text.write_text("the last words")
+    server = launch("ignore_term", f"memory={name}", f"log={text}", log_path=tmp_path / "log")
+    wait_for(lambda: get(server.url, "/info"))
+    server.stop(kill=True)
+    assert "leaked shared_memory" in (tmp_path / "log").read_text()
+    assert server.describe_end() == "was ended by signal 9; last lines of its log: the last words"
+
+
 def test_the_kernel_gives_a_reserved_port_to_nobody_but_the_server():
     port = ReservedPort("127.0.0.1")
     others = [socket.socket() for _ in range(200)]
@@ -256,21 +268,44 @@ def test_cores_are_dealt_out(cores, servers, expected):
     assert [deal_cores(cores, servers, index) for index in range(servers)] == expected
 
 
-def command(index, host, port):
+def command(index, host, port, folder):
     return [sys.executable, FAKE, str(port)], dict(os.environ)
 
 
 def test_the_launcher_closes_what_it_started(tmp_path):
-    launcher = SubprocessLauncher(VLLMConfig(num_servers=2), command, tmp_path)
+    folders = []
+
+    def noting(index, host, port, folder):
+        folders.append(folder)
+        return command(index, host, port, folder)
+
+    launcher = SubprocessLauncher(VLLMConfig(num_servers=2), noting, tmp_path)
     servers = [launcher.launch(index) for index in range(2)]
     pids = [server.pid for server in servers]
+    assert len(set(folders)) == 2
+    assert all(folder.is_dir() for folder in folders)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["server_0.log", "server_1.log"]
     assert len({server.url for server in servers}) == 2
     launcher.close()
     launcher.close()
     assert all(is_gone(pid) for pid in pids)
+    assert not any(folder.exists() for folder in folders)
     with pytest.raises(EngineError, match="server_0 cannot start: its launcher is closed"):
         launcher.launch(0)
+
+
+def test_a_server_that_cannot_be_started_leaves_no_folder(tmp_path):
+    folders = []
+
+    def noting(index, host, port, folder):
+        folders.append(folder)
+        return command(index, host, port, folder)
+
+    (tmp_path / "logs").touch()
+    launcher = SubprocessLauncher(VLLMConfig(), noting, tmp_path / "logs")
+    with pytest.raises(EngineError, match=r"server_0 cannot start: .*logs"):
+        launcher.launch(0)
+    assert not folders[0].exists()
 
 
 def test_cores_that_this_machine_lacks_are_refused_before_anything_starts():

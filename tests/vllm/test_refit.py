@@ -215,8 +215,9 @@ def test_greedy_output_equals_a_fresh_server_on_the_exported_folder(
     assert make_update("shared_memory").update([Control(url)], policy.state_dict().items(), 41) == {}
     ours = [answer.token_ids for answer in sample(url, make_requests(8, temperature=0.0))]
     policy.save_pretrained(tmp_path / "exported")
-    config = VLLMConfig(device="cpu", kv_cache_bytes=64 * 1024 * 1024, extra_arguments=("--load-format", "auto"))
-    command = ServerCommand(config, tmp_path / "exported", policy.config.to_json_string(), 384)
+    loads = ("--load-format", "auto", "--model", str(tmp_path / "exported"))
+    config = VLLMConfig(device="cpu", kv_cache_bytes=64 * 1024 * 1024, extra_arguments=loads)
+    command = ServerCommand(config, policy.config.to_json_string(), 384)
     launcher = SubprocessLauncher(config, command, tmp_path)
     try:
         server = launcher.launch(0)

@@ -169,6 +169,10 @@ class LocalEngine:
         """
         self._running().check_health()
 
+    def describe(self) -> str:
+        """Name its process."""
+        return "local engine, not started" if self.pid is None else f"local engine (pid {self.pid})"
+
     def close(self) -> None:
         """Stop the process and fail what is still pending; safe to call twice and after a failure."""
         if self._closed:

@@ -7,6 +7,8 @@ import os
 import secrets
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -14,6 +16,7 @@ from typing import Any
 
 from lightning_ppo.environment import set_variables
 from lightning_ppo.errors import ConfigError, EngineError
+from lightning_ppo.rollout.ray import sweeper
 from lightning_ppo.rollout.ray.config import RayConfig
 from lightning_ppo.rollout.ray.resources import Resources, describe
 from lightning_ppo.validation import reject
@@ -79,6 +82,7 @@ class RayRuntime:
         self._closing = threading.Event()
         self._error: BaseException | None = None
         self._folder: str | None = None
+        self._sweeper: subprocess.Popen[bytes] | None = None
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
         self._saved: dict[str, str | None] = {}
 
@@ -145,6 +149,8 @@ class RayRuntime:
         # Should it still come up, it goes down at once.
         self._closing.set()
         folder, self._folder = self._folder, None
+        # The folder is left for who reads the message.
+        self._stop_sweeper()
         self._restore_environment()
         why = f"did not within {self._start_timeout_s:g} s" if error is None else _one_line(error)
         if folder is not None:
@@ -186,6 +192,10 @@ class RayRuntime:
         default = tempfile.gettempdir()
         where = default if len(default) <= _LONGEST_TEMPORARY else "/tmp"
         self._folder = tempfile.mkdtemp(prefix="ppo_ray_", dir=where)
+        command = [sys.executable, "-I", "-S", sweeper.__file__, str(os.getpid()), self._folder]
+        # Not on our output: who reads that to its end need not wait for this one.
+        null = subprocess.DEVNULL
+        self._sweeper = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
         changes = dict((*_LOCAL_ENVIRONMENT.items(), _TOKEN))
         self._saved = {name: os.environ.get(name) for name in _RAY_SETS} | set_variables(changes)
         return {
@@ -220,6 +230,13 @@ class RayRuntime:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+        self._stop_sweeper()
+
+    def _stop_sweeper(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.kill()
+            self._sweeper.wait()
+            self._sweeper = None
 
     def _restore_environment(self) -> None:
         set_variables(self._saved)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ppo.errors import EngineError
-from lightning_ppo.rollout.vllm.launch import Command
-from lightning_ppo.rollout.vllm.port import ReservedPort
+from lightning_ppo.rollout.vllm.launch import Command, start_process
 from lightning_ppo.rollout.vllm.process import ServerProcess
 
 _POLL_S = 0.1
@@ -73,15 +72,7 @@ class ServerHost:
         host = util.get_node_ip_address()
         try:
             command: Command = pickle.loads(what.command)
-            port = ReservedPort(host)
-            try:
-                argv, env = command(what.index, host, port.number)
-                self._server = ServerProcess(
-                    what.name, argv, env, port=port, host=host, cores=what.cores, log_path=what.log_path
-                )
-            except BaseException:
-                port.release()
-                raise
+            self._server = start_process(what.name, what.index, command, host, what.cores, what.log_path)
         except Exception as error:
             # An error out of here would reach the trainer as a page of Ray's text.
             self._problem = f"could not be started on node {host}: {type(error).__name__}: {error}"

@@ -73,17 +73,18 @@ class Dispatcher:
         failure: ServerFailedError | None = None
         for _ in range(_ATTEMPTS):
             member = await self._fleet.pick()
-            answered = False
+            answered = failed = False
             try:
                 generation = await self._ask(member, request, is_urgent=is_urgent)
                 answered = True
                 return member, generation
             except ServerFailedError as error:
-                failure = error
-                _log.warning("%s; it is sent again", error)
-                self._fleet.report(member, error)
+                failure, failed = error, True
+                # a death cuts off many at once, which the line about it counts
+                level = logging.WARNING if self._fleet.report(member, error) else logging.DEBUG
+                _log.log(level, "%s; it is sent again", error)
             finally:
-                self._fleet.release(member, succeeded=answered)
+                self._fleet.release(member, succeeded=answered, failed=failed)
         raise EngineError(f"request {request.request_id} failed on {_ATTEMPTS} servers in turn; the last: {failure}")
 
     async def _ask(self, member: Member[Control], request: GenerationRequest, *, is_urgent: bool = False) -> Generation:

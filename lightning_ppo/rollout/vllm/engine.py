@@ -2,8 +2,7 @@
 
 import json
 import logging
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -80,7 +79,6 @@ class VLLMEngine:
         self._recompute_kv_cache = recompute_kv_cache
         self._weights: WeightUpdate | None = None
         self._sleep: Sleep | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._context = self._vocab_size = 0
         self._weights_are_gone = self._closed = False
 
@@ -112,9 +110,7 @@ class VLLMEngine:
         try:
             launcher = None
             if not config.is_external:
-                self._folder = tempfile.TemporaryDirectory(prefix="lightning_ppo-")
-                folder = Path(self._folder.name)
-                launcher = self._make_launcher(ServerCommand.of(config, spec, folder, can_sleep=self._can_sleep))
+                launcher = self._make_launcher(ServerCommand.of(config, spec, can_sleep=self._can_sleep))
             self.fleet = Fleet(config, launcher, partial(Control, api_key=config.api_key), self._push)
             self._sleep = Sleep(self.fleet, config.update_timeout_s, frees_memory=self._frees_memory)
             self.fleet.start(self._on_progress)
@@ -134,6 +130,10 @@ class VLLMEngine:
         """
         self._running().check_health()
 
+    def describe(self) -> str:
+        """Name every server and its state."""
+        return "no vLLM server was started" if self.fleet is None else self.fleet.describe()
+
     def close(self) -> None:
         """Stop our servers and fail what is still pending; safe to call twice and after a failure."""
         if self._closed:
@@ -144,8 +144,6 @@ class VLLMEngine:
         self._client.close()
         if self._weights is not None:
             self._weights.close()
-        if self._folder is not None:
-            self._folder.cleanup()
 
     # ------------------------------------------------------------------ generation
 
@@ -193,31 +191,13 @@ class VLLMEngine:
         with fleet.update(version) as members:
             for member in members:
                 member.control.name = str(member)
-            controls = [member.control for member in members]
-            if first is not None:
-                try:
-                    failures = refit.update(controls, _chain(first, pairs), version)
-                except BaseException:
-                    if refit.is_torn:
-                        for member in members:
-                            member.version = None
-                    raise
-            elif self._weights_are_gone:
-                failures = refit.resend(controls, version)
-            else:
-                failures = refit.announce(controls, version)
-            for member in members:
-                failed = member.control.name in failures
-                member.version = None if failed else version
-                if failed:
-                    _log.warning("vLLM does not serve policy version %d: %s", version, failures[member.control.name])
-            self._weights_are_gone = False
-            reasons = "; ".join(str(error) for error in failures.values())
-            # in the first update the limit is too short instead
-            hangs_too = fleet.version is not None and not self._config.is_external
-            has_refused = not all(is_healed_by_restart(error, hangs_too=hangs_too) for error in failures.values())
-            if len(failures) == len(members) and has_refused:
-                raise EngineError(f"no vLLM server serves policy version {version}: {reasons}")
+            before = refit.version if first is None else None
+            try:
+                self._update_all(fleet, members, None if first is None else _chain(first, pairs), version)
+            except BaseException:
+                # what did not become current must not be given to a server that comes up later
+                refit.revert(before)
+                raise
 
     def sleep(self) -> None:
         """Hold the servers, and on a GPU give its memory back, until `wake`. Without effect if it sleeps.
@@ -253,6 +233,40 @@ class VLLMEngine:
         if self._weights is None:
             raise EngineError("engine=vllm is not running; call start first")
         return self._weights
+
+    def _update_all(
+        self,
+        fleet: Fleet[Control],
+        members: Sequence[Member[Control]],
+        weights: Iterable[tuple[str, Tensor]] | None,
+        version: int,
+    ) -> None:
+        refit = self._refit
+        controls = [member.control for member in members]
+        if weights is not None:
+            try:
+                failures = refit.update(controls, weights, version)
+            except BaseException:
+                if refit.is_torn:
+                    for member in members:
+                        member.version = None
+                raise
+        elif self._weights_are_gone:
+            failures = refit.resend(controls, version)
+        else:
+            failures = refit.announce(controls, version)
+        for member in members:
+            failed = member.control.name in failures
+            member.version = None if failed else version
+            if failed:
+                _log.warning("vLLM does not serve policy version %d: %s", version, failures[member.control.name])
+        reasons = "; ".join(str(error) for error in failures.values())
+        # in the first update the limit is too short instead
+        hangs_too = fleet.version is not None and not self._config.is_external
+        has_refused = not all(is_healed_by_restart(error, hangs_too=hangs_too) for error in failures.values())
+        if len(failures) == len(members) and has_refused:
+            raise EngineError(f"no vLLM server serves policy version {version}: {reasons}")
+        self._weights_are_gone = False
 
     def _push(self, member: Member[Control]) -> None:
         member.control.name = str(member)

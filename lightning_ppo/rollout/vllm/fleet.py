@@ -135,22 +135,31 @@ class Fleet(Generic[C]):
         """
         return await self._roster.pick(self.pick_limit_s)
 
-    def release(self, member: Member[C], *, succeeded: bool = False) -> None:
-        """The request that was picked for `member` has ended; `succeeded` if it has its response."""
-        self._roster.release(member, succeeded)
+    def release(self, member: Member[C], *, succeeded: bool = False, failed: bool = False) -> None:
+        """The request that was picked for `member` has ended.
 
-    def report(self, member: Member[C], error: BaseException) -> None:
+        Args:
+            member: Where it was.
+            succeeded: Whether it has its response.
+            failed: Whether the server failed it, so that it is sent again.
+        """
+        self._roster.release(member, succeeded=succeeded, failed=failed)
+
+    def report(self, member: Member[C], error: BaseException) -> bool:
         """A request failed because of its server: no connection, no answer in time, an answer of 5xx, a cut stream.
 
         The member gets no requests until a probe, which is sent at once, succeeds; if it fails, the member is
         quarantined. A member whose requests keep failing while its probes succeed is condemned: after
         `quarantine_after` failures without a response in between, those within one `probe_interval_s` counted once.
+
+        Returns:
+            Whether it was counted, and is news.
         """
         now = time.monotonic()
         with self._roster.changed:
             if member.state is not MemberState.SERVING:
-                return
-            if now - member.failed_at >= self._config.probe_interval_s:
+                return False
+            if is_news := now - member.failed_at >= self._config.probe_interval_s:
                 member.failed_requests += 1
                 member.failed_at = now
             count = member.failed_requests
@@ -160,6 +169,7 @@ class Fleet(Generic[C]):
         else:
             self._roster.suspect(member, True)
             self._keepers[member.index].probe_now()
+        return is_news
 
     def condemn(self, member: Member[C], why: str) -> None:
         """A member cannot be trusted any more, for example because a refit failed half-way.
@@ -176,7 +186,8 @@ class Fleet(Generic[C]):
 
         Yields the members to refit, perhaps none. Set `member.version = None` before its weights are touched, and
         `member.version = version` once it has confirmed. At the end `version` is current, and members without it are
-        condemned. After an exception the old version stays current, and members that lost it are condemned. Servers
+        condemned. After an exception the old version stays current, and members that lost it are condemned: they may
+        have some weights of the new one. Servers
         that are not among the members get the weights by `push` later: from the end of the block on `push` must send
         the current ones.
 
@@ -189,15 +200,15 @@ class Fleet(Generic[C]):
         """
         with self._gate.hold(self._config.update_timeout_s if limit_s is None else limit_s):
             members = self._roster.serving()
-            current = self._gate.version
+            current, why = self._gate.version, f"the update to policy version {version} broke off"
             try:
                 yield members
-                current = version
+                current, why = version, f"it does not serve policy version {version}"
             finally:
                 self._gate.version = current
                 for member in members:
                     if member.version != current and member.state is not MemberState.DEAD:
-                        self.condemn(member, f"it does not serve policy version {current}")
+                        self.condemn(member, why)
 
     @contextmanager
     def falling_asleep(self, limit_s: float) -> Iterator[tuple[Member[C], ...]]:

@@ -1,19 +1,23 @@
 """A small process between the trainer and one server, so that no server outlives its trainer.
 
-`python -m lightning_ppo.rollout.vllm.guard FD TRAINER_PID GRACE_S CORES -- COMMAND...`
+`python -m lightning_ppo.rollout.vllm.guard FD TRAINER_PID GRACE_S CORES FOLDER -- COMMAND...`
 
 It starts the command in a session of its own, sends the command's process id over the socket FD, and ends with it. When
 the socket closes, the trainer is gone, or SIGTERM or SIGHUP arrives, it ends the command's whole process group: SIGTERM
 first, SIGKILL after GRACE_S. When the command ends by itself, what is left of its group is ended too (vLLM's EngineCore
-survives the death of the API server otherwise). If the guard itself is killed, the kernel sends SIGTERM to the command.
+survives the death of the API server otherwise). Python's resource trackers go last: they unlink the shared memory of
+those that were killed. Then it removes FOLDER, the command's own. If the guard itself is killed, the kernel sends
+SIGTERM to the command.
 
 Ctrl-C is left to the trainer. Nothing heavy is imported: the trainer starts this file by path.
 """
 
 import contextlib
 import ctypes
+import glob
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,6 +34,8 @@ NO_COMMAND = 97
 _TRAINER_CHECK_S = 0.5
 _POLL_S = 0.02
 _LEFTOVER_GRACE_S = 1.0
+_TRACKER_GRACE_S = 2.0
+_TRACKER = b"multiprocessing.resource_tracker"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
@@ -101,6 +107,11 @@ class Guard:
             deadline = time.monotonic() + grace_s
             while self._has_survivors() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
+        self._kill_all_but_trackers()
+        # A tracker ends by itself once all that could still use what it tracks are gone.
+        deadline = time.monotonic() + _TRACKER_GRACE_S
+        while self._has_survivors() and _descendants() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
         self._signal_group(signal.SIGKILL)
         deadline = time.monotonic() + _LEFTOVER_GRACE_S
         while self._has_survivors() and time.monotonic() < deadline:
@@ -109,6 +120,15 @@ class Guard:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
+
+    def _kill_all_but_trackers(self) -> None:
+        deadline = time.monotonic() + _LEFTOVER_GRACE_S
+        while (others := [pid for pid in _descendants() if not _is_tracker(pid)]) and time.monotonic() < deadline:
+            for pid in others:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+            self._reap()
 
     def _signal_group(self, number: int) -> bool:
         """Whether there is anybody left to get the signal."""
@@ -135,12 +155,31 @@ class Guard:
         self._told = True
 
 
-def _children() -> list[int]:
+def _children(parent: int | str = "self") -> list[int]:
+    """Child processes, those of each thread; none where there is no /proc."""
+    children: list[int] = []
+    for path in glob.glob(f"/proc/{parent}/task/*/children"):
+        # A thread may end meanwhile.
+        with contextlib.suppress(OSError), open(path, encoding="ascii") as file:
+            children += [int(pid) for pid in file.read().split()]
+    return children
+
+
+def _descendants() -> list[int]:
+    """Everything below the guard, which adopts orphans: what left the group is among it."""
+    found = _children()
+    # grows while it is gone through
+    for pid in found:
+        found += _children(pid)
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return _TRACKER in file.read()
     except OSError:
-        return []
+        return False
 
 
 def _prctl(option: int, value: int) -> None:
@@ -152,15 +191,25 @@ def main(arguments: Sequence[str]) -> int:
     """Run the guard.
 
     Args:
-        arguments: FD, TRAINER_PID, GRACE_S, CORES (comma-separated, may be empty), `--`, and the command.
+        arguments: FD, TRAINER_PID, GRACE_S, CORES (comma-separated, may be empty), FOLDER (may be empty), `--`, and the
+            command.
 
     Returns:
         The exit code.
     """
-    descriptor, trainer_pid, grace_s, cores, _, *argv = arguments
-    line = socket.socket(fileno=int(descriptor))
+    descriptor, trainer_pid, grace_s, cores, folder, _, *argv = arguments
+    try:
+        return _guard(
+            int(descriptor), int(trainer_pid), float(grace_s), {int(core) for core in cores.split(",") if core}, argv
+        )
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _guard(descriptor: int, trainer_pid: int, grace_s: float, wanted: set[int], argv: Sequence[str]) -> int:
+    line = socket.socket(fileno=descriptor)
     line.set_inheritable(False)
-    wanted = {int(core) for core in cores.split(",") if core}
     if wanted:
         reason = "this machine cannot pin processes"
         try:
@@ -173,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"vllm.cores={sorted(wanted)} cannot be had: {reason}; set cores of this machine", file=sys.stderr)
             return BAD_CORES
     try:
-        guard = Guard(line, int(trainer_pid), float(grace_s), argv)
+        guard = Guard(line, trainer_pid, grace_s, argv)
     except OSError as error:
         print(f"command={argv[0]} cannot be started: {error}", file=sys.stderr)
         return NO_COMMAND

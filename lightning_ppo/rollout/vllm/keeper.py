@@ -186,6 +186,10 @@ class Keeper(Generic[C]):
     def _replace(self, member: Member[C], why: str) -> Member[C] | None:
         """Restart the server until it serves; None once the restarts are used up."""
         died = time.monotonic()
+        server = self._starter.server
+        if server is not None and server.is_alive():
+            # it has not ended by itself, but will be ended now
+            why = f"{why}; it {server.describe_end()}"
         self._roster.move(member, MemberState.DEAD, why, logging.WARNING)
         pause_s = 0.0
         number = None

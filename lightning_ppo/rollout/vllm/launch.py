@@ -1,6 +1,8 @@
 """Who starts servers: the interface, and plain subprocesses on this machine."""
 
+import contextlib
 import os
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +12,7 @@ from lightning_ppo.errors import EngineError
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.port import ReservedPort
 from lightning_ppo.rollout.vllm.process import ServerProcess
+from lightning_ppo.rollout.vllm.server_folder import make_server_folder
 from lightning_ppo.validation import require
 
 _HOST = "127.0.0.1"
@@ -68,8 +71,8 @@ class Launcher(Protocol):
 class Command(Protocol):
     """How a server is started."""
 
-    def __call__(self, index: int, host: str, port: int) -> tuple[Sequence[str], Mapping[str, str]]:
-        """The command and the whole environment of server number `index`."""
+    def __call__(self, index: int, host: str, port: int, folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
+        """The command and the whole environment of server number `index`, which may keep files in `folder`."""
         ...
 
 
@@ -106,26 +109,16 @@ class SubprocessLauncher:
             if self._closed:
                 raise EngineError(f"vLLM {name} cannot start: its launcher is closed")
             try:
-                port = ReservedPort(_HOST)
-            except OSError as error:
-                raise EngineError(f"vLLM {name} cannot start: {error}") from error
-            try:
-                argv, env = self._command(index, _HOST, port.number)
-                server = ServerProcess(
+                server = start_process(
                     name,
-                    argv,
-                    env,
-                    port=port,
-                    host=_HOST,
-                    cores=deal_cores(self._config.cores, self._config.num_servers, index),
-                    log_path=None if self._log_folder is None else self._log_folder / f"{name}.log",
+                    index,
+                    self._command,
+                    _HOST,
+                    deal_cores(self._config.cores, self._config.num_servers, index),
+                    None if self._log_folder is None else self._log_folder / f"{name}.log",
                 )
             except OSError as error:
-                port.release()
                 raise EngineError(f"vLLM {name} cannot start: {error}") from error
-            except BaseException:
-                port.release()
-                raise
             self._servers.append(server)
             return server
 
@@ -135,6 +128,25 @@ class SubprocessLauncher:
             self._closed = True
             servers, self._servers = self._servers, []
         close_all(servers)
+
+
+def start_process(
+    name: str, index: int, command: Command, host: str, cores: Sequence[int], log_path: Path | None
+) -> ServerProcess:
+    """Start a server on this machine, with a port and a folder of its own, which go with it; see `ServerProcess`.
+
+    Raises:
+        OSError: there is no port or no folder for it, its log cannot be opened, or no process can be started.
+    """
+    with contextlib.ExitStack() as undo:
+        port = ReservedPort(host)
+        undo.callback(port.release)
+        folder = make_server_folder()
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        argv, env = command(index, host, port.number, folder)
+        server = ServerProcess(name, argv, env, port=port, host=host, cores=cores, log_path=log_path, folder=folder)
+        undo.pop_all()
+    return server
 
 
 def close_all(servers: Sequence[Server]) -> None:

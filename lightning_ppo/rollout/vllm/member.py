@@ -55,6 +55,7 @@ class Member(Generic[C]):
         successes: Successful probes in a row.
         failed_requests: Failed requests in a row, those of one probe interval counted once.
         failed_at: When the last of them was counted.
+        resent: Requests that failed there since its last response, and are sent again.
         since: When it was made.
     """
 
@@ -72,6 +73,7 @@ class Member(Generic[C]):
     successes: int = 0
     failed_requests: int = 0
     failed_at: float = float("-inf")
+    resent: int = 0
     since: float = field(default_factory=time.monotonic)
 
     @property

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from lightning_ppo.rollout.vllm.server_log import ServerLog
 
 _PID_WAIT_S = 20.0
 _PID_POLL_S = 0.1
-_PATIENCE_S = 5.0
+_PATIENCE_S = 7.0
 _DESCRIBED_LINES = 3
 
 
@@ -43,6 +44,7 @@ class ServerProcess:
         cores: Sequence[int] = (),
         log_path: Path | None = None,
         grace_s: float = 5.0,
+        folder: Path | None = None,
     ) -> None:
         """Start it and return at once.
 
@@ -55,6 +57,7 @@ class ServerProcess:
             cores: CPU cores that it is pinned to; empty leaves it free.
             log_path: File its output is appended to; None keeps it in a temporary file without a name.
             grace_s: How long it may take to end after SIGTERM.
+            folder: Its own, which goes with it, even if this process does not see that.
 
         Raises:
             OSError: the log cannot be opened, or no process can be started.
@@ -63,12 +66,13 @@ class ServerProcess:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port.number}"
         self._port = port
         self._grace_s = grace_s
+        self._folder = folder
         self._lock = threading.Lock()
         self._pid: int | None = None
         self._pid_lock = threading.Lock()
         self._log = ServerLog(log_path)
         self._line, theirs = socket.socketpair()
-        settings = ("0", str(os.getpid()), str(grace_s), ",".join(str(core) for core in cores))
+        settings = ("0", str(os.getpid()), str(grace_s), ",".join(str(core) for core in cores), str(folder or ""))
         try:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", guard.__file__, *settings, "--", *argv],
@@ -117,10 +121,10 @@ class ServerProcess:
         return not self.is_alive() and self._log.port_taken()
 
     def describe_end(self) -> str:
-        """One line: how it ended, why if its log says so, and the last lines of its log."""
+        """One line: how it ended, or that it did not; why if its log says so; and the last lines of its log."""
         code = self._guard.poll()
         if code is None:
-            end = "is running"
+            end = "was still running"
         elif code == guard.BAD_CORES:
             end = "could not be pinned"
         elif code == guard.NO_COMMAND:
@@ -161,6 +165,9 @@ class ServerProcess:
                     os.killpg(pid, signal.SIGKILL)
             self._line.close()
             self._port.release()
+            if self._folder is not None:
+                # Nothing is left of it, unless the guard was killed.
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Stop it and close its log; may be called again."""

@@ -56,6 +56,11 @@ class Roster(Generic[C]):
                 return
             member.state = state
             member.suspect = False
+            if state is MemberState.DEAD or (state is MemberState.QUARANTINED and member.is_external):
+                # what is in flight on a dead server fails soon
+                count = member.resent + (member.outstanding if state is MemberState.DEAD else 0)
+                member.resent = 0
+                why += f"; requests that are sent again: {count}" if count else ""
             self._wake()
         _log.log(level, "vLLM %s is %s: %s", member, state, why)
 
@@ -146,12 +151,13 @@ class Roster(Generic[C]):
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
 
-    def release(self, member: Member[C], succeeded: bool) -> None:
+    def release(self, member: Member[C], *, succeeded: bool, failed: bool) -> None:
         """A picked request has ended."""
         with self.changed:
             member.outstanding -= 1
+            member.resent += failed
             if succeeded:
-                member.failed_requests = 0
+                member.failed_requests = member.resent = 0
 
     def describe(self) -> str:
         """One line: every server and its state."""

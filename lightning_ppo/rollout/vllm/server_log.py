@@ -15,6 +15,8 @@ _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrup
 _ARGUMENT = re.compile(r"^\S+\.py: error: ")
 _NO_MODULE = re.compile(r"No module named 'vllm")
 _PORT_TAKEN = re.compile(r"\[Errno (98|48)\]|address already in use", re.IGNORECASE)
+# What is written when shared memory of a killed process is unlinked, after the lines that matter.
+_TIDYING = re.compile(r"resource_tracker: There appear to be|^\s*warnings\.warn\($")
 # These only say that another line says what happened.
 _WRAPPERS = ("Engine core initialization failed", "EngineCore encountered an issue", "WorkerProc initialization failed")
 _ADVICE = (
@@ -74,7 +76,7 @@ class ServerLog:
             start = max(self._start, size - _READ_BYTES)
             text = os.pread(self._file.fileno(), size - start, start).decode(errors="replace")
         lines = (_PREFIX.sub("", line).rstrip() for line in text.splitlines())
-        return [line[:_LINE_CHARACTERS] for line in lines if line.strip()]
+        return [line[:_LINE_CHARACTERS] for line in lines if line.strip() and not _TIDYING.search(line)]
 
     def tail(self, count: int) -> list[str]:
         """The last `count` lines, without indentation."""

@@ -118,6 +118,11 @@ class WeightUpdate:
         deadline = time.monotonic() + self._timeout_s
         return _on_all(controls, lambda control: control.set_version(version, remaining(deadline)))
 
+    def revert(self, version: int | None) -> None:
+        """The last update did not become current: the host copy is of `version`; None if no server must get it."""
+        if self._host is not None:
+            self._host.version = version
+
     def close(self) -> None:
         """Give the host copy back, and whatever the transport holds; safe to call twice."""
         self._transport.close()
