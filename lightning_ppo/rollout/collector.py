@@ -276,7 +276,7 @@ class Collector:
 
     def _describe(self) -> str:
         waits = f"{self._responder.counts()}, dispatch waits for {self._pump.waiting_for}"
-        return f"{self._buffer.describe()}, {waits}"
+        return f"{self._buffer.describe()}, {waits}; {self._engine.describe()}"
 
     def _describe_drain(self) -> str:
         return f"still generating {self._responder.describe()}, {self._responder.counts()}"

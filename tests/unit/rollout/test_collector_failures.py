@@ -197,6 +197,7 @@ def test_nothing_finished_within_the_deadline(build) -> None:
     assert "no prompt group was finished for timeout_s=0.15; in flight: 2 [draw 1 (row 1, " in text
     assert "draw 3 (row 3" in text
     assert "dispatch waits for the next policy version" in text
+    assert "; FakeEngine; look at " in text
     assert "\n" not in text
 
 
