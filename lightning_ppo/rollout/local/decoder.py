@@ -20,8 +20,9 @@ from lightning_ppo.rollout.local.packing import Pack, PromptPacker
 from lightning_ppo.rollout.local.skeleton import Skeleton
 
 # MKL multiplies what is left beside blocks of four rows with other code, which rounds differently (seen on AMD's EPYC:
-# 1 to 3 rows, and with several threads 5 to 7 and 9 to 11).
+# 1 to 3 rows, and with several threads, which share them, 5 to 7 and 9 to 11).
 _BLOCK_ROWS = 4
+_SHARED_BLOCK_ROWS = 16
 
 
 class NativeDecoder:
@@ -43,7 +44,8 @@ class NativeDecoder:
         config = skeleton.config
         self._skeleton = skeleton
         self._slots, self._context, self._device, self._dtype = slots, max_context_tokens, device, dtype
-        self._rows = -(-slots // _BLOCK_ROWS) * _BLOCK_ROWS
+        block = _BLOCK_ROWS if num_threads == 1 else _SHARED_BLOCK_ROWS
+        self._rows = -(-slots // block) * block
         self._hidden: int = config.hidden_size
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
