@@ -1,5 +1,6 @@
 """CriticEpochs: how the critic is trained once the policy's step is closed."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from lightning_ppo.updates.minibatches import shuffled_minibatches
 
 if TYPE_CHECKING:
     from lightning_ppo.module import PPOModule
+
+_log = logging.getLogger(__name__)
 
 
 class CriticEpochs(PPOCallback):
@@ -45,6 +48,9 @@ class CriticEpochs(PPOCallback):
                 stats.append(update.finish())
             epochs.append(tuple(stats))
             call_hooks(trainer, CriticEpochEnd(epoch, epochs[-1]))
+        updates = sum(one.num_tokens > 0 for stats in epochs for one in stats)
+        counts = (batch.ppo_step, len(batch.rows), len(epochs), updates)
+        _log.info("critic: step %d: %d row(s), %d epoch(s), %d update(s)", *counts)
         return tuple(epochs)
 
     def minibatches(self, pl_module: "PPOModule", batch: StepBatch, epoch: int) -> Iterator[Sequence[TrainRow]]:

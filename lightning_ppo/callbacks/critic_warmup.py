@@ -1,5 +1,6 @@
 """CriticWarmup: PPO steps in which only the critic learns."""
 
+import logging
 from typing import TYPE_CHECKING
 
 import lightning as L
@@ -8,6 +9,8 @@ from lightning_ppo.hooks import PPOCallback
 
 if TYPE_CHECKING:
     from lightning_ppo.module import PPOModule
+
+_log = logging.getLogger(__name__)
 
 
 class CriticWarmup(PPOCallback):
@@ -24,4 +27,7 @@ class CriticWarmup(PPOCallback):
             pl_module: The module.
             ppo_step: Completed PPO steps.
         """
-        return ppo_step >= pl_module.ppo.critic_warmup_steps
+        steps = pl_module.ppo.critic_warmup_steps
+        if ppo_step == steps > 0:
+            _log.info("critic warm-up is complete after %d step(s): the policy is trained from now on", steps)
+        return ppo_step >= steps

@@ -1,5 +1,6 @@
 """WeightRefit: brings new policy weights, or just a new version number, to the generators, and has it proved."""
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from lightning_ppo.rollout.fingerprint import check_fingerprint
 
 if TYPE_CHECKING:
     from lightning_ppo.module import PPOModule
+
+_log = logging.getLogger(__name__)
 
 
 class WeightRefit(PPOCallback):
@@ -34,7 +37,10 @@ class WeightRefit(PPOCallback):
         start = time.perf_counter()
         weights = pl_module.export_policy() if weights_changed else ()
         pl_module.rollouts.refit(weights, policy_version, lambda: self.verify(pl_module, policy_version))
-        call_hooks(trainer, RefitEnd(policy_version, time.perf_counter() - start))
+        seconds = time.perf_counter() - start
+        what = "new weights" if weights_changed else "only the number is new"
+        _log.info("refit: policy version %d is served after %.3f s (%s)", policy_version, seconds, what)
+        call_hooks(trainer, RefitEnd(policy_version, seconds))
 
     def verify(self, pl_module: "PPOModule", policy_version: int) -> float:
         """Have every replica answer a probe, and compare its log-probs with the policy's. Called on every rank.

@@ -210,14 +210,19 @@ def test_without_a_logger_nothing_is_written(make_run, tmp_path):
 def test_log_lines_go_to_the_file_and_not_to_the_console(make_run, tmp_path, capsys):
     logger = TensorBoardLogger(tmp_path, name="run", default_hp_metric=False)
     log = RunLog()
-    make_run(2, callbacks=[log], logger=logger).fit()
+    make_run(2, callbacks=[log], logger=logger, ppo_settings={"critic_warmup_steps": 1, "critic_minibatches": 2}).fit()
     lines = (tmp_path / "run/version_0/train.log").read_text().splitlines()
     assert log.path == tmp_path / "run/version_0/train.log"
-    assert [line.split("INFO ")[1] for line in lines if "train_pump" in line] == [
+    assert [re.sub(r"\d\.\d+ s", "T s", line.split("INFO ")[1]) for line in lines] == [
         "train_pump: step 0 chunk 0: 4 group(s), 4/4 dispatched",
         "train_pump: step 0 closing on 1 chunk(s), 4 group(s)",
+        "refit: policy version 1 is served after T s (only the number is new)",
+        "critic: step 0: 8 row(s), 1 epoch(s), 2 update(s)",
+        "critic warm-up is complete after 1 step(s): the policy is trained from now on",
         "train_pump: step 1 chunk 0: 4 group(s), 4/4 dispatched",
         "train_pump: step 1 closing on 1 chunk(s), 4 group(s)",
+        "refit: policy version 2 is served after T s (new weights)",
+        "critic: step 1: 8 row(s), 1 epoch(s), 2 update(s)",
     ]
     captured = capsys.readouterr()
     assert "train_pump" not in captured.out + captured.err
