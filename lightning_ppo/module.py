@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ppo.batch import Chunk, Prompt
+from lightning_ppo.callbacks.mismatch import MismatchCheck
 from lightning_ppo.callbacks.monitors import MonitorCheck
 from lightning_ppo.callbacks.phases import PHASES, AnyCallback, missing_phases, phase_callback
 from lightning_ppo.callbacks.progress import use_ppo_progress_bar
@@ -164,7 +165,7 @@ class PPOModule(L.LightningModule):
         use_ppo_progress_bar(self.trainer)
         check_run(self.trainer, self)
         present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        missing = [*missing_phases(present), MonitorCheck()]
+        missing = [*missing_phases(present), MonitorCheck(), MismatchCheck()]
         if self.trainer.loggers and not any(isinstance(callback, SampleTable) for callback in present):
             missing.append(SampleTable())
         return missing
