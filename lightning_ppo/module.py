@@ -60,6 +60,9 @@ class PPOModule(L.LightningModule):
         critic_optimizer: Optimizer of the critic. None means the same with 1e-3, down to 1e-5.
         policy_scheduler: Learning-rate schedule of the policy; one tick per PPO step that updates it.
         critic_scheduler: Learning-rate schedule of the critic; one tick per PPO step that trains it.
+
+    Raises:
+        ConfigError: a folder holds no such model or tokenizer, vocabularies differ, or a reference has no KL to serve.
     """
 
     def __init__(
