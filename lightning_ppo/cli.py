@@ -31,7 +31,7 @@ from lightning_ppo.console import (
 from lightning_ppo.errors import ConfigError
 from lightning_ppo.export import export_checkpoint, read_checkpoint
 from lightning_ppo.module import PPOModule
-from lightning_ppo.parser import PPOParser, add_callback_arguments, add_short_name, export_parser
+from lightning_ppo.parser import PPOParser, add_callback_arguments, add_short_name, explain_checkpoint, export_parser
 from lightning_ppo.quiet import quiet_expected_warnings
 from lightning_ppo.rollout.datamodule import RolloutDataModule
 from lightning_ppo.run_folder import describe, discard_unused, last_checkpoint, make_root
@@ -129,6 +129,7 @@ class PPOCLI(LightningCLI):
             usage = f"lightning-ppo {name} --config FILE [--KEY VALUE ...]"
             subparser = self._prepare_subcommand_parser(L.Trainer, name, usage=usage, description=purpose)
             self._subcommand_parsers[name] = subparser
+            explain_checkpoint(subparser)
             if name == "fit":
                 add_short_name(subparser, "data.rollout.replay_schedule", "replay-schedule")
             subcommands.add_subcommand(name, subparser, help=purpose)

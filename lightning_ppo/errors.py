@@ -26,7 +26,10 @@ class RolloutError(RuntimeError):
 
 
 class StepError(RuntimeError):
-    """A PPO step cannot be completed (no valid token, or a non-finite loss or gradient); nothing was updated."""
+    """A PPO step cannot be completed: nothing to train, a loss or gradient that is not finite, or a diverged model.
+
+    Neither generators nor checkpoints have got anything of a failed update; resume from the last checkpoint.
+    """
 
 
 class UpdateInProgressError(RuntimeError):

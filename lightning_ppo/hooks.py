@@ -32,6 +32,7 @@ class ChunkEnd:
 
     chunk: Chunk
     rows: tuple[TrainRow, ...]
+    """Rows of the chunk on this rank, with values, advantages and returns."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class BeforePolicyStep:
 
 @dataclass(frozen=True)
 class PolicyUpdateEnd:
-    """The policy was updated; one entry per optimizer step."""
+    """The policy was updated."""
 
     ppo_step: int
+    """The open PPO step, from 0."""
     stats: tuple[PolicyStats, ...]
+    """One entry per optimizer step that was made, over all epochs; numbers are those of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class BeforeRefit:
     """The generators are about to get new weights, or just a new version number in critic warm-up."""
 
     policy_version: int
+    """The version that they will serve."""
     weights_changed: bool
+    """False in critic warm-up."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,12 @@ class RefitEnd:
 
 @dataclass(frozen=True)
 class CriticEpochEnd:
-    """One pass of the critic is done; one entry per optimizer step."""
+    """One pass of the critic is done."""
 
     epoch: int
+    """From 0."""
     stats: tuple[CriticStats, ...]
+    """One entry per optimizer step; numbers are those of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,16 @@ class PPOStepEnd:
     ppo_step: int
     """Completed PPO steps."""
     batch: StepBatch
+    """The rows of this rank."""
     metrics: dict[str, float]
+    """What is logged for the step, by name; the same on every rank except for times."""
 
 
 class PPOCallback(Callback):
-    """A callback with the hooks of a PPO step, in the order in which they are called. All do nothing by default."""
+    """A callback with the hooks of a PPO step, in the order in which they are called. All do nothing by default.
+
+    Every hook is called on every rank. In a colocated run those of the refit come after those of the critic.
+    """
 
     def on_chunk_ready(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: ChunkReady) -> None:
         """Called when a chunk arrived."""
@@ -107,10 +119,10 @@ class PPOCallback(Callback):
     def on_before_policy_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, payload: BeforePolicyStep
     ) -> None:
-        """Called right before each policy optimizer step."""
+        """Called right before each policy optimizer step; never in critic warm-up."""
 
     def on_policy_update_end(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: PolicyUpdateEnd) -> None:
-        """Called when the policy is updated."""
+        """Called when the policy is updated; not in critic warm-up."""
 
     def on_before_refit(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: BeforeRefit) -> None:
         """Called before the generators get new weights."""
@@ -119,7 +131,7 @@ class PPOCallback(Callback):
         """Called when the generators serve the new weights."""
 
     def on_critic_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: CriticEpochEnd) -> None:
-        """Called after each pass of the critic."""
+        """Called after each pass of the critic, by `CriticEpochs.train`."""
 
     def on_ppo_step_end(self, trainer: L.Trainer, pl_module: L.LightningModule, payload: PPOStepEnd) -> None:
         """Called when the step is complete and counted; `global_step` has moved."""

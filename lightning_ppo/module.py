@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ppo.batch import Chunk, Prompt
-from lightning_ppo.callbacks.mismatch import MismatchCheck
-from lightning_ppo.callbacks.monitors import MonitorCheck
-from lightning_ppo.callbacks.phases import PHASES, AnyCallback, missing_phases, phase_callback
+from lightning_ppo.callbacks.defaults import default_callbacks
+from lightning_ppo.callbacks.phases import PHASES, AnyCallback, phase_callback
 from lightning_ppo.callbacks.progress import use_ppo_progress_bar
 from lightning_ppo.callbacks.refit import WeightRefit
-from lightning_ppo.callbacks.samples import SampleTable
 from lightning_ppo.checkpoint import (
     KEY,
     architectures,
@@ -61,6 +59,9 @@ class PPOModule(L.LightningModule):
         critic_optimizer: Optimizer of the critic. None means the same with 1e-3, down to 1e-5.
         policy_scheduler: Learning-rate schedule of the policy; one tick per PPO step that updates it.
         critic_scheduler: Learning-rate schedule of the critic; one tick per PPO step that trains it.
+
+    Raises:
+        ConfigError: a folder holds no such model or tokenizer, vocabularies differ, or a reference has no KL to serve.
     """
 
     def __init__(
@@ -164,11 +165,7 @@ class PPOModule(L.LightningModule):
         quiet_expected_warnings()
         use_ppo_progress_bar(self.trainer)
         check_run(self.trainer, self)
-        present: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        missing = [*missing_phases(present), MonitorCheck(), MismatchCheck()]
-        if self.trainer.loggers and not any(isinstance(callback, SampleTable) for callback in present):
-            missing.append(SampleTable())
-        return missing
+        return default_callbacks(self.trainer)
 
     @override
     def setup(self, stage: str) -> None:

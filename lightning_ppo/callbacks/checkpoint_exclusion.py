@@ -18,6 +18,9 @@ class CheckpointExclusion(PPOCallback):
     Args:
         mode: `defer` writes the checkpoint at the end of the step under the name asked for; `error` raises. None means
             the class's own.
+
+    Raises:
+        ConfigError: there is no such mode.
     """
 
     mode: Mode = "defer"

@@ -37,6 +37,9 @@ class CriticEpochs(PPOCallback):
 
         Returns:
             One tuple of stats per epoch, one entry per optimizer step; empty when the critic was not trained.
+
+        Raises:
+            StepError: a loss or a gradient is not finite.
         """
         epochs: list[tuple[CriticStats, ...]] = []
         update = pl_module.critic_update

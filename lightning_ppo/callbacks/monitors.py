@@ -15,7 +15,7 @@ class MonitorCheck(Callback):
     """Looks for the metrics that `ModelCheckpoint` and `EarlyStopping` watch, after the first step and its validation.
 
     Without its metric a `ModelCheckpoint` that saves by steps waits for a validation that brings it, and keeps nothing
-    for the whole run, without a word.
+    for the whole run, without a word. The first step is that after critic warm-up, in which the policy has no metrics.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class MonitorCheck(Callback):
         self._is_validated = self._is_validated or not trainer.sanity_checking
 
     @override
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._is_trained = True
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._is_trained = trainer.global_step > pl_module.ppo.critic_warmup_steps
 
     # what others log when an epoch ends is known from here on
 

@@ -37,11 +37,12 @@ class RolloutConfig:
         sampler_options: Keyword arguments of your own sampler.
         sample_freshest_first: `windowed` only: train the groups of the newest policy version first.
         max_lookahead_versions: How many policy versions generation may run ahead of training. 0: every response is
-            sampled from the policy that it trains (generation still overlaps the critic's training).
+            sampled from the policy that it trains (generation still overlaps the critic's training). At most
+            `max_trajectory_age_steps`.
         max_trajectory_age_steps: How many policy updates old a trained response may be, at most; a group that gets
             older is generated again. Versions of a policy frozen in critic warm-up do not count.
         warmup_generation_lead_steps: Critic warm-up only: how many PPO steps generation may run ahead while the policy
-            is frozen; None means `max_lookahead_versions`.
+            is frozen, at least `max_trajectory_age_steps`; None means `max_lookahead_versions`.
         in_flight_weight_updates: Whether responses that are being generated go on with new weights in mid-sequence;
             False finishes them first.
         recompute_kv_cache_after_weight_updates: Whether keys and values of the old weights are dropped after an update,
@@ -62,7 +63,7 @@ class RolloutConfig:
         shuffle: Shuffle the prompts anew in every epoch, from the seed.
         seed: Seed of the prompt order and of every response; None means Lightning's global seed, or 0.
         timeout_s: Deadline for every wait on rollouts: without any finished group (validate and predict: response) for
-            this long the run fails.
+            this long the run fails, or warns (`failures.stall_action`).
         reward_timeout_s: Deadline of one call of an asynchronous (or remote) reward function.
         reward_workers: Ray actors that compute rewards, for functions that are slow; 0 computes them in the collector.
         failures: What happens when a rollout fails.

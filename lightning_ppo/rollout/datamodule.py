@@ -46,8 +46,8 @@ class RolloutDataModule(L.LightningDataModule):
     Args:
         prompts: A jsonl file, a Hugging Face dataset folder, or a sequence of dicts. Each row has a `prompt`: text,
             token ids, or chat messages; other columns go to the reward by name.
-        reward: A callable, sync or async, or its import path (`package.module:function`, `path/to/file.py:function`).
-            It gets `prompt` and `response` (text) and the row's other columns by name, and returns a finite number.
+        reward: A callable, or its import path (`package.module:function`, `path/to/file.py:function`); async if it is
+            slow. It gets by name `prompt`, `response`, `finish_reason` and other columns, and returns a finite number.
         validation_prompts: The same for `validate` and validation during `fit`; None switches it off.
         rollout: How many rollouts, how they are sampled, in which order they are trained.
         engine: What generates: `local`, the built-in engine in a process of its own, or `vllm`.
@@ -213,7 +213,7 @@ class RolloutDataModule(L.LightningDataModule):
         self._relay(stops=False).run(lambda poll: self._rank_zero().release(ppo_step, chunks))
 
     def sample(self, prompts: Sequence[Prompt], *, namespace: str, num_samples: int = 1) -> list[Trajectory]:
-        """Sample responses outside of training, with the validation sampling settings.
+        """Sample responses outside of training, with the validation sampling settings; prompt by prompt.
 
         Args:
             prompts: What to answer.
@@ -221,7 +221,7 @@ class RolloutDataModule(L.LightningDataModule):
             num_samples: Responses per prompt.
 
         Raises:
-            DataError: a prompt is longer than all of the data sets.
+            DataError: a prompt is longer than all of the data sets. For other errors see `SampleJobs.sample`.
         """
         return self._relay().run(lambda poll: self._rank_zero().sample(poll, prompts, namespace, num_samples))
 

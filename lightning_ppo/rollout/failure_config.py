@@ -29,7 +29,7 @@ class FailureConfig:
         max_consecutive_dropped_prompts: Prompts that may be dropped in a row because of infrastructure; any finished
             prompt starts the count anew.
         min_step_fraction: Share of a PPO step's prompts that `drop: skip` must leave, rounded up; one that gets smaller
-            ends the run without an update. 0 lets a step shrink to one prompt.
+            ends the run without an update. 0 lets a step shrink to one prompt. Read by `drop: skip` only.
         stall_action: What happens when no prompt group was finished for `timeout_s`: `abort` ends the run, `warn` says
             so and waits on.
     """

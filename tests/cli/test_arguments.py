@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,6 +59,13 @@ def test_every_key_is_documented(parsers, subcommand):
     assert {f"data.rollout.{name}" for name in RolloutConfig.__dataclass_fields__} <= keys
     assert {"model.ppo.gamma", "data.local.slots", "samples.rows", "progress.every_n_steps"} <= keys
     assert undocumented(parser) == []
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "validate", "predict"])
+def test_the_help_promises_no_checkpoint_that_is_refused(parsers, subcommand):
+    (action,) = [action for action in parsers[subcommand]._actions if action.dest == "ckpt_path"]
+    assert "`last`" in action.help
+    assert not {"best", "registry"} & set(re.findall(r"\w+", action.help))
 
 
 def test_the_check_for_documentation_can_fail(parsers):

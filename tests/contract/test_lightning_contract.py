@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
@@ -415,6 +416,34 @@ def test_strategy_hooks_that_ours_overrides_still_exist():
         if not hasattr(kind, name)
     ]
     contract(not missing, f"StreamingPPOStrategy overrides or calls {missing}, which are gone")
+
+
+def test_private_parts_of_the_saver_and_the_command_line_still_exist():
+    """What they do is tested where ours are, in tests/integration/test_monitors.py and tests/cli."""
+    saver = ModelCheckpoint(every_n_train_steps=2)
+    names = {
+        saver: (
+            "_defer_save_until_validation",
+            "_every_n_train_steps",
+            "_last_global_step_saved",
+            "_monitor_candidates",
+            "_save_last_checkpoint",
+            "_save_topk_checkpoint",
+            "_should_skip_saving_checkpoint",
+        ),
+        LightningCLI: (
+            "_add_subcommands",
+            "_instantiate_trainer",
+            "_parse_ckpt_path",
+            "_parser",
+            "_prepare_subcommand_parser",
+            "_run_subcommand",
+            "_set_seed",
+        ),
+    }
+    missing = [name for thing, attributes in names.items() for name in attributes if not hasattr(thing, name)]
+    contract(not missing, f"StepCheckpoint or PPOCLI overrides or calls {missing}, which are gone")
+    contract(saver._every_n_train_steps == 2, "StepCheckpoint reads how often it saves from `_every_n_train_steps`")
 
 
 def test_one_process_needs_no_process_group(tmp_path):

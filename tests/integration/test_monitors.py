@@ -77,6 +77,7 @@ def fit(make_run, callbacks, steps=4, **settings):
             1,
             "give validation_prompts, which its metrics need",
         ),
+        (each_step, "policy/entrpy", {"ppo_settings": {"critic_warmup_steps": 2}}, 3, "did you mean policy/entropy"),
         (lax, "xyz", {}, 1, "set one, for example advantage/mean"),
     ],
 )
@@ -113,6 +114,9 @@ class Late(Callback):
         ("own/late", {"validation_prompts": VALIDATION}),
         # saves come before the first validation
         ("val/reward_mean", {"validation_prompts": VALIDATION, "check_val_every_n_epoch": 3}),
+        # the policy is frozen until then, or until the end
+        ("policy/entropy", {"ppo_settings": {"critic_warmup_steps": 2}}),
+        ("policy/entropy", {"ppo_settings": {"critic_warmup_steps": 9}}),
         # which never comes
         ("val/reward_mean", {"validation_prompts": VALIDATION, "check_val_every_n_epoch": 9}),
     ],

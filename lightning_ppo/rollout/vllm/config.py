@@ -18,7 +18,8 @@ class VLLMConfig:
 
     Args:
         urls: Servers that you run, for example `http://10.0.0.5:8000`; docs/vllm.md has their command line. They are
-            never started, stopped or restarted by us. Empty: we start `num_servers`.
+            never started, stopped or restarted by us. Those that want an API key get `VLLM_API_KEY` of the environment.
+            Empty: we start `num_servers`.
         num_servers: Servers that we start.
         placement: Who starts them: `subprocess` on this machine, or `ray` (one actor per server).
         device: `cpu`, `cuda`, or `auto` (cuda where this machine has it).
@@ -45,7 +46,7 @@ class VLLMConfig:
         environment: More environment variables of the servers.
         transport: How weights get there: `shared_memory` and `ipc` (CUDA, trainer and server on one device) on the same
             host, `gloo` and `nccl` (GPUs) through a process group, `file` through a folder that all hosts share. `auto`
-            is shared memory for our servers on this machine and file, gloo or nccl elsewhere.
+            is shared memory for our servers on this machine; for yours, and elsewhere, file, gloo or nccl.
         transfer_folder: Shared folder of the `file` transport.
         bucket_bytes: Weights travel in pieces of at most about this size.
         group_host: Address of this machine for `gloo` and `nccl`, as the servers see it; `auto` finds it out.
