@@ -47,10 +47,11 @@ class StepCheckpoint(ModelCheckpoint):
         self._validated_step = trainer.global_step
         if not self._was_known and self._is_known(trainer) and not trainer.sanity_checking:
             self._is_of_validation = True
-        # Lightning's own forgets what is due if it validates after every epoch
-        if not (self._is_of_validation and self._defer_save_until_validation):
+        # Lightning's own forgets what is due if it validates after every epoch, and otherwise ends the run where there
+        # is no such metric yet, as those of the policy in critic warm-up
+        if not self._defer_save_until_validation:
             super().on_validation_end(trainer, pl_module)
-        elif not self._should_skip_saving_checkpoint(trainer):
+        elif self._is_known(trainer) and not self._should_skip_saving_checkpoint(trainer):
             self._defer_save_until_validation = False
             self._save(trainer, is_ranked=True)
 

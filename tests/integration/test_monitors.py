@@ -205,6 +205,24 @@ def test_a_step_is_ranked_by_its_own_validation(
     assert (folder / "last.ckpt").is_symlink() == (save_last == "link" and files["last.ckpt"] == best)
 
 
+@pytest.mark.parametrize("validates", [1, 2])
+def test_a_metric_that_comes_after_warmup_ends_nothing(make_run, cut, tmp_path, validates):
+    saver = StepCheckpoint(tmp_path / "saved", "{step}", monitor="policy/loss", every_n_train_steps=1, save_top_k=-1)
+    settings = {"validation_prompts": VALIDATION, "check_val_every_n_epoch": validates}
+    said, _ = fit(make_run, [saver], rollout=cut(2, 2), ppo_settings={"critic_warmup_steps": 2}, **settings)
+    assert said == []
+    assert saved(tmp_path / "saved") == {"step=3.ckpt": 3, "step=4.ckpt": 4}
+
+
+def test_a_misspelt_metric_of_validation_ends_nothing(make_run, tmp_path):
+    folder = tmp_path / "saved"
+    saver = StepCheckpoint(folder, "{step}", monitor="val/rewrd_mean", every_n_train_steps=1, save_last=True)
+    said, steps = fit(make_run, [saver], validation_prompts=VALIDATION, check_val_every_n_epoch=2)
+    assert [text.split("; ")[1] for text in said] == ["did you mean val/reward_mean or rollout/reward_mean?"]
+    assert steps == [2]
+    assert saved(folder) == {"last.ckpt": 4}
+
+
 def test_lightnings_own_would_rank_it_by_the_validation_before(make_run, tmp_path):
     run = make_run(1, callbacks=[each_step(tmp_path, "val/reward_mean")], enable_checkpointing=True)
     with pytest.raises(ConfigError) as caught:
