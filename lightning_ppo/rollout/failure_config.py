@@ -59,6 +59,9 @@ class FailureConfig:
             "set backoff_s <= max_backoff_s",
         )
         check_number("failures.min_step_fraction", self.min_step_fraction, 0, 1)
+        is_read = self.drop == "skip" or self.min_step_fraction == type(self).min_step_fraction
+        why = f"has no effect with drop={self.drop}"
+        require(is_read, "failures.min_step_fraction", self.min_step_fraction, why, "set drop=skip, or drop it")
         budgets = ("max_dropped_prompts", "max_consecutive_dropped_prompts")
         for name in budgets:
             check_count(f"failures.{name}", getattr(self, name), 0)

@@ -342,10 +342,15 @@ def test_a_dropped_draw_starts_afresh() -> None:
     [(0.5, 4, 2), (0.5, 5, 3), (0.9, 128, 116), (0.55, 100, 55), (1.0, 7, 7), (0.0, 7, 1), (0.01, 7, 1)],
 )
 def test_least_groups_of_a_step(fraction: float, groups: int, least: int) -> None:
-    limits = {"max_dropped_prompts": 1, "min_step_fraction": fraction}
-    assert FailureConfig(drop="skip", **limits).least_groups(groups) == least
+    limits = {"drop": "skip", "max_dropped_prompts": 1}
+    assert FailureConfig(**limits, min_step_fraction=fraction).least_groups(groups) == least
     # their steps never get shorter
-    assert FailureConfig(drop="replace", **limits).least_groups(groups) == groups
+    assert FailureConfig().least_groups(groups) == groups
+    if fraction != 0.5:
+        with pytest.raises(
+            ConfigError, match=r"^failures\.min_step_fraction=.* has no effect with drop=fail; set drop=sk"
+        ):
+            FailureConfig(min_step_fraction=fraction)
     with pytest.raises(ConfigError, match=r"^failures\.min_step_fraction=1\.1 is out of range"):
         FailureConfig(min_step_fraction=1.1)
 
