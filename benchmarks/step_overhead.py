@@ -98,6 +98,8 @@ def run_ours(steps: int, engine: str) -> list[dict[str, float]]:
 
 def run_yardstick(steps: int) -> dict[str, float]:
     """One round of the bare loop: seconds per token for each phase."""
+    # Lightning sets all cores in every fit, unless OMP_NUM_THREADS says something
+    torch.set_num_threads(1)
     result = run_bare(
         POLICY,
         PROMPTS,
@@ -123,7 +125,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", choices=("none", "local"), default="none")
     args = parser.parse_args()
-    torch.set_num_threads(1)
     bare, rows, ratios = [], [], []
     for _ in range(args.rounds):
         bare.append(run_yardstick(args.steps))
