@@ -172,7 +172,9 @@ def check_algorithm(ppo: PPOConfig, rollout: RolloutConfig) -> None:
 def _check_minibatches(ppo: PPOConfig, rollout: RolloutConfig, ranks: int) -> None:
     groups, left = rollout.num_prompts_per_step, ""
     if rollout.failures.drop == "skip":
-        least, is_bounded = rollout.failures.least_groups(groups), rollout.failures.max_consecutive_dropped_prompts == 0
+        least = rollout.failures.least_groups(groups)
+        # drops because of infrastructure have no other bound per step
+        is_bounded = rollout.failures.max_consecutive_dropped_prompts == 0
         groups = max(least, groups - rollout.failures.max_dropped_prompts) if is_bounded else least
         left = " that failures.drop=skip may leave"
     rows = groups * rollout.num_generations_per_prompt // ranks

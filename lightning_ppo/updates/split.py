@@ -1,5 +1,6 @@
 """What the policy's and the critic's split updates share."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
@@ -85,7 +86,7 @@ Losses = list[tuple[Tensor, tuple[str, ...]]]
 """The loss of each micro-batch with the ids of its samples."""
 
 
-class SplitUpdate:
+class SplitUpdate(ABC):
     """begin, train_chunk as often as chunks arrive, finish (one optimizer step), abort.
 
     Args:
@@ -155,8 +156,9 @@ class SplitUpdate:
                 )
         self._fail_together(fault, f"the {self.name} has diverged on another rank after {where}; see its error")
 
+    @abstractmethod
     def _score(self, batch: MicroBatch) -> Tensor:
-        raise NotImplementedError
+        """What the model gives to each response token, `[b, T]`."""
 
     def _check(self, losses: Losses, rows: Sequence[TrainRow], where: str) -> None:
         """Fail on every rank if a loss or the gradient is not finite on one of them, so that none waits for it."""

@@ -187,9 +187,8 @@ class Fleet(Generic[C]):
         Yields the members to refit, perhaps none. Set `member.version = None` before its weights are touched, and
         `member.version = version` once it has confirmed. At the end `version` is current, and members without it are
         condemned. After an exception the old version stays current, and members that lost it are condemned: they may
-        have some weights of the new one. Servers
-        that are not among the members get the weights by `push` later: from the end of the block on `push` must send
-        the current ones.
+        have some weights of the new one. Servers that are not among the members get the weights by `push` later: from
+        the end of the block on `push` must send the current ones.
 
         Args:
             version: The new policy version, also where only the number changes.

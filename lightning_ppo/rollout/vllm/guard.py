@@ -116,17 +116,13 @@ class Guard:
         deadline = time.monotonic() + _LEFTOVER_GRACE_S
         while self._has_survivors() and time.monotonic() < deadline:
             # Descendants that left the group came to the guard when their parents ended.
-            for pid in _children():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(_children())
             time.sleep(_POLL_S)
 
     def _kill_all_but_trackers(self) -> None:
         deadline = time.monotonic() + _LEFTOVER_GRACE_S
         while (others := [pid for pid in _descendants() if not _is_tracker(pid)]) and time.monotonic() < deadline:
-            for pid in others:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(others)
             time.sleep(_POLL_S)
             self._reap()
 
@@ -172,6 +168,12 @@ def _descendants() -> list[int]:
     for pid in found:
         found += _children(pid)
     return found
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_tracker(pid: int) -> bool:
